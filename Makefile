@@ -6,7 +6,8 @@
 #   make skipped what no run could execute, with the reason
 #   make oldest  what touches Transformers' modules, on the oldest Transformers supported
 #   make docs    build the documentation as a site, in an environment of its own
-#   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
+#   make wheels  build every wheel into dist, install core + one plugin into an empty environment and run them there
+#   make release VERSION=X.Y.Z  set the version, build the wheels, commit and tag; make constraints  check the constraint files
 # TORCH chooses the build, e.g. `make demo TORCH=torch` or an index of your own in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -43,7 +44,7 @@ SLOW_PART ?=
 # Where pytest writes what it skipped; tests/skipped.py reads these files.
 REPORTS ?= build/tests
 
-.PHONY: demo test test-thorough slow-tests pytest oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
+.PHONY: demo test test-thorough slow-tests pytest oldest engines test-engines test-megatron test-sglang skipped lint types wheels release constraints docs install clean
 
 install: $(STAMP)
 
@@ -136,7 +137,15 @@ $(ENGINES)/.installed: $(wildcard tests/engines/*.txt)
 
 wheels:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
-	$(PYTHON) tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
+	$(PYTHON) tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)" --out dist
+
+# A version, its notes, its wheels and their checksums: make release VERSION=0.2.0 commits and tags; nothing is pushed or uploaded.
+release:
+	$(PYTHON) tests/packaging/release.py $(VERSION) --python $(PYTHON) --torch "$(TORCH)"
+
+# Whether the versions in constraints/ can be installed; needs uv, and downloads metadata only.
+constraints:
+	$(PYTHON) constraints/resolve.py
 
 # Names are read from the source, so the environment needs no torch. Not a part of the tests: these find broken links without it.
 docs: $(DOCS)/.installed

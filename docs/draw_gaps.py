@@ -43,7 +43,7 @@ differs from FP32.
 
 SGLang's switches do not close the gap. Deterministic inference makes SGLang repeatable. `on_policy_target` imitates another trainer's
 operations and keeps residuals in FP32, so it is closer to FP32 and further from this trainer. The gap is exactly 0 only if both sides run
-the same kernels: `shared_kernels` (`benchmarks/mismatch/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer.
+the same kernels: `shared_kernels` (`miles_true_on_policy.inside_sglang` inside SGLang) with `true_on_policy` in the trainer.
 Compared with the trainer without the plugin, this variant has the same gap as any two BF16 computations.
 
 SGLang 0.5.17 cannot run Qwen3's mixtures of experts with `on_policy_target`. The switch selects a rotary embedding in plain PyTorch, but
@@ -51,8 +51,8 @@ the model's attention expects the embedding to also write keys and values into t
 above stops SGLang when it starts. The dense model writes the cache in its attention layer, so the switch works there. SGLang's pull
 request 40289, open at the time of writing, does the same for mixtures of experts.
 
-Other sizes of decode batches were not compared. The shared kernels are part of the benchmark: no option of a run selects them, and a run
-with `--engine sglang` refuses `true_on_policy`.
+Other sizes of decode batches were not compared here. `--engine sglang --true-on-policy-mode` selects the shared kernels for a run, without
+CUDA graphs; the run checks at its start that the gap is 0 (`qwen3` and `qwen3_moe` on one Hopper GPU for each engine; the plan refuses others).
 """
 UNKNOWN = """\
 ## Does the gap matter?

@@ -41,7 +41,7 @@ _QWEN = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 16,
-    "head_dim": 16,
+    "head_dim": 128,
     **_SIZES,
 }
 _LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
@@ -68,6 +68,8 @@ MODELS: dict[str, Mapping[str, object]] = {
     "/root/Qwen3-30B-A3B_torch_dist": _QWEN,
 }
 QWEN, DEEPSEEK = "--hf-checkpoint /path/to/qwen3-30b-a3b-hf", "--hf-checkpoint /path/to/deepseek-v3"
+INT4 = f"{QWEN} --rollout-precision int4 --train-precision int4"
+EAGLE = f"{DEEPSEEK} --sglang-speculative-algorithm EAGLE"
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,31 @@ ENTRIES = (
     Entry("troubleshooting: 46", "--fp8-dynamic-scaling", context=f"{QWEN} --fp8-recipe blockwise"),
     Entry("troubleshooting: 51", '--fp8-skip-layers "lm_head,embed"', context=f"{QWEN} --fp8-recipe blockwise"),
     Entry("troubleshooting: 69", "--use-tis --tis-threshold 0.9"),
+    Entry(
+        "troubleshooting: 29",
+        "--warmup-steps 100 --warmup-precision bf16",
+        context=f"{QWEN} --fp8-recipe blockwise --engine sglang --trainer megatron",
+    ),
     Entry("troubleshooting: 74", "--verify-logprobs"),
     Entry("troubleshooting: 86", "--use-r3 --r3-buffer-size 1000"),
     Entry("troubleshooting: 91", "--deterministic-expert-routing"),
     Entry(
         "troubleshooting: 104",
         "--int4-group-size 256",
-        context=f"{QWEN} --rollout-precision int4 --train-precision int4",
+        context=INT4,
     ),
     Entry(
         "troubleshooting: 109",
         '--int4-skip-layers "lm_head,embed,layer_norm"',
-        context=f"{QWEN} --rollout-precision int4 --train-precision int4",
+        context=INT4,
     ),
-    Entry("troubleshooting: 120", "--lr 2e-6", context=f"{QWEN} --rollout-precision int4 --train-precision int4"),
+    Entry("troubleshooting: 114", "--warmup-steps 100 --warmup-precision bf16", context=INT4),
+    Entry("troubleshooting: 120", "--lr 2e-6", context=INT4),
     Entry("troubleshooting: 131", variables={"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}),
     Entry(
         "troubleshooting: 137",
         "--int4-group-size 128",
-        context=f"{QWEN} --rollout-precision int4 --train-precision int4",
+        context=INT4,
     ),
     Entry("troubleshooting: 150", "--spec-lookahead 3", context=DEEPSEEK),
     Entry("troubleshooting: 155", "--online-sft-interval 5", context=DEEPSEEK),
@@ -156,13 +164,21 @@ ENTRIES = (
         context="",
     ),
     Entry(
-        "reference: 27",
-        hardware="2x8xH200",
-        typed="--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2",
-    ),
-    Entry(
         "reference: 31",
         "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --colocate",
+    ),
+    Entry(
+        "reference: 36",
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4 # MoE expert parallelism",
+        context=f"{QWEN} --actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --sequence-parallel",
+        hardware="9x8xH200",
+    ),
+    Entry(
+        "reference: 36",
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4 # MoE expert parallelism",
+        context=f"{QWEN} --actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 8",
+        hardware="9x8xH200",
+        refused="--sequence-parallel",
     ),
     Entry(
         "reference: 43",
@@ -172,10 +188,18 @@ ENTRIES = (
     Entry(
         "reference: 49",
         "--sglang-speculative-draft-model-path /your/draft/model/path",
-        context=f"{DEEPSEEK} --sglang-speculative-algorithm EAGLE",
+        context=EAGLE,
     ),
     Entry("reference: 51", "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2", context=DEEPSEEK),
-    Entry("skill: 88", variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    Entry("reference: 51", "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2", context=EAGLE),
+    Entry(
+        "reference: 51",
+        "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2",
+        context=f"{EAGLE} --sglang-speculative-draft-model-path /your/draft/model/path",
+        refused="draft",
+    ),
+    Entry("reference: 83", "--custom-generate-function-path generate.py --custom-rm-path reward.py"),
+    Entry("skill: 88", variables={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Entry(
         "skill: 93",
         "--actor-num-gpus-per-node 8 --rollout-num-gpus 8 --hf-checkpoint /path/to/deepseek-v3 --advantage-estimator grpo --tensor-model-parallel-size 8 --expert-model-parallel-size 4 --prompt-data /path/to/data.jsonl --num-rollout 3000",
@@ -189,7 +213,8 @@ ENTRIES = (
         context="",
         hardware="2x8xH200",
     ),
-    Entry("skill: 205", "--sglang-speculative-num-steps 2", context=DEEPSEEK),
+    Entry("skill: 205", "--sglang-speculative-num-steps 2", context=EAGLE),
+    Entry("skill: 206", "--sglang-enable-draft-weights-cpu-backup", context=EAGLE),
     Entry(
         "low precision: 48",
         "--hf-checkpoint /root/Qwen3-30B-A3B-FP8 --ref-load /root/Qwen3-30B-A3B_torch_dist",
@@ -201,16 +226,34 @@ ENTRIES = (
         refused="only the Megatron trainer",
     ),
     Entry(
+        "low precision: 58",
+        "--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --fp8-recipe blockwise --use-tis",
+        context=f"{QWEN} --trainer megatron",
+    ),
+    Entry(
         "low precision: 75",
         "--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
         refused="only the Megatron trainer",
         hardware="8xB200",
     ),
     Entry(
+        "low precision: 75",
+        "--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+        context=f"{QWEN} --trainer megatron",
+        hardware="8xB200",
+    ),
+    Entry(
         "low precision: 77",
         "--sglang-fp8-gemm-backend triton --sglang-moe-runner-backend cutlass",
+        context=f"{QWEN} --rollout-mxfp8 --train-mxfp8 --trainer megatron",
+        hardware="8xB200",
+    ),
+    Entry(
+        "low precision: 80",
+        "--sglang-moe-a2a-backend deepep",
         context=f"{QWEN} --rollout-mxfp8 --train-mxfp8",
         hardware="8xB200",
+        refused="no MXFP8",
     ),
     Entry("low precision: 67", "--use-rollout-routing-replay"),
     Entry("low precision: 28", "--rollout-mxfp8 --rollout-fp8", hardware="8xB200", refused="is given twice"),
@@ -287,19 +330,25 @@ def results() -> list[tuple[Entry, str, str]]:
 def render(found: list[tuple[Entry, str, str]]) -> str:
     """Return the page."""
     counts = {word: sum(result == word for _, result, _ in found) for word in ("works", "refused", "fails")}
-    rows = [f"| {e.source} | {_show(e)} | {result} | {_cell(reason)} |" for e, result, reason in found]
+    rows = [f"| {e.source} | {_show(e)} | {_context(e)} | {result} | {_cell(reason)} |" for e, result, reason in found]
     return "\n".join(
         [
             "# Coming from the miles documentation",
             "",
             "Command lines, flags, variables and YAML snippets of the documents that this project re-imagines, as they print them, and what",
-            "`miles plan` says to them here. Written by `python docs/write_seeds.py`, with a small model of the named family.",
-            "A plan does not measure: numbers are in [performance](performance.md). A refusal gives the plan's own reason.",
+            "`miles plan` says to them here. Written by `python docs/write_seeds.py`. A refusal gives the plan's own reason. A plan does not",
+            "measure: numbers are in [performance](performance.md).",
+            "",
+            "What the documents do not print is in the third column: the options of the run around a snippet, as far as its text implies them. A",
+            "snippet is listed twice if the backend makes a difference: without `--engine` and `--trainer` the embedded ones are planned, unless",
+            "an option selects others. `--sglang-...` selects SGLang (`--engine embedded --sglang-speculative-...` drafts on the embedded engine).",
+            "Models are small stand-ins of the named family, with 16 heads and 16 experts, which divide by the printed parallel sizes. Therefore",
+            "the plans say nothing about the memory of the real models.",
             "",
             f"{counts['works']} work, {counts['refused']} are refused with a reason, {counts['fails']} fail.",
             "",
-            "| document: line | typed | plan | plugins that take part, or the reason |",
-            "|---|---|---|---|",
+            "| document: line | typed | in a run with | plan | plugins that take part, or the reason |",
+            "|---|---|---|---|---|",
             *rows,
             "",
         ]
@@ -309,7 +358,11 @@ def render(found: list[tuple[Entry, str, str]]) -> str:
 def _show(entry: Entry) -> str:
     exports = [f"export {name}={value}" for name, value in entry.variables.items()]
     parts = [*exports, entry.typed.partition(" #")[0], " ".join(entry.yaml.split())]
-    return " ".join(f"`{part}`" for part in parts if part) + f", {entry.hardware}"
+    return " ".join(f"`{part}`" for part in parts if part)
+
+
+def _context(entry: Entry) -> str:
+    return ", ".join(filter(None, (f"`{entry.context}`" if entry.context else "", entry.hardware)))
 
 
 def _cell(text: str) -> str:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from miles_embedded.known import find_known_weights
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
-        CONTEXT,
         engine_usage,
         engines_gpus,
         format_billions,
@@ -78,11 +77,9 @@ if TYPE_CHECKING:
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
-        has_windows,
         is_embedded,
         load_model,
         make_model,
-        mask_for,
         prepare,
         unloaded_model,
     )
@@ -111,6 +108,7 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
+    from miles_embedded.model.windows import has_windows, mask_for
     from miles_embedded.quantized.codes import EncodedParameter
     from miles_embedded.quantized.encoded import encode_weights, read_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
@@ -121,7 +119,6 @@ if TYPE_CHECKING:
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
-    "CONTEXT",
     "VALUE_HEAD",
     "AsyncScheduling",
     "Attention",
@@ -239,8 +236,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "CONTEXT engine_usage engines_gpus format_billions longest_sample size_of "
-        "trainer_parts trainer_usage training_of "
+        "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
@@ -254,8 +250,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
         "miles_embedded.model.joint_linear": "joined_layers",
-        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model mask_for prepare "
-        "unloaded_model",
+        "miles_embedded.model.load": "build_empty checkpoint_config is_embedded load_model make_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
@@ -264,6 +259,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
         "miles_embedded.model.views": "views",
+        "miles_embedded.model.windows": "has_windows mask_for",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.data_parallel": "sum_over_ranks",

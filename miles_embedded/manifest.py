@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, layer_kinds, option
+from miles_core.plugin import (
+    NO_MIXER,
+    STATE_KINDS,
+    Facts,
+    Plugin,
+    Problem,
+    Review,
+    Rule,
+    describe_fact,
+    layer_kinds,
+    option,
+)
+from miles_embedded.plan_notes import NOTES
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
 version = functools.cache(metadata.version)
@@ -47,34 +59,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
-        *(
-            "gpt_bigcode",
-            "gpt_neo",
-            "gptj",
-            "hrm_text",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mpt",
-            "mvp",
-            "openai-gpt",
-            "opt",
-        ),
+        *("gpt_bigcode", "gpt_neo", "gptj", "hrm_text", "marian", "mbart"),
+        *("megatron-bert", "mpt", "mvp", "openai-gpt", "opt"),
         *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
-        *(
-            "axk2",
-            "deepseek_v4",
-            "diffllama",
-            "doge",
-            "dory",
-            "gpt_neox_japanese",
-            "hy_v4",
-            "inkling_text",
-            "inkling2_text",
-        ),
+        *("axk2", "deepseek_v4", "diffllama", "doge", "dory"),
+        *("gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
         *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_CALL: ("moshi",),
@@ -85,21 +77,20 @@ REFUSED: dict[str, tuple[str, ...]] = {
 UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-    *(
-        *UNLIMITED,
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-    ),
+    *UNLIMITED,
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 #: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
-IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-#: The first Transformers release whose processors and towers have the form that ``model.vision`` calls.
-IMAGES_SINCE = "5.24"
+IMAGES = (
+    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+#: Model types whose processor Transformers implements with torchvision.
+_WITH_TORCHVISION = ("mistral3",)
+#: Model types whose tokens of one image attend to each other in both directions (``model.vision.Vision.blocks``).
+_BLOCKS = ("gemma3",)
+#: The first Transformers release whose processor and tower have the form that ``model.vision`` calls, for each model type.
+IMAGES_SINCE = dict.fromkeys(IMAGES, "5.24")
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
@@ -110,8 +101,6 @@ SINCE = {
 }
 #: Model type -> a Transformers release whose code for it fails, and how.
 EXCEPT = {"llama4": ("5.24.0", "its Llama4ForConditionalGeneration fails on text alone")}
-#: Types of layers that keep a state between tokens (``model.states``).
-STATE_TYPES = ("linear_attention", "conv", "hybrid")
 #: Supported layer types (``layer_types`` of a configuration). ``indexed_attention`` and ``deepseek_sparse_attention`` are
 #: names for the same type in different releases.
 LAYER_TYPES = {
@@ -120,10 +109,8 @@ LAYER_TYPES = {
     "chunked_attention",
     "indexed_attention",
     "deepseek_sparse_attention",
-    *STATE_TYPES,
-    # layers that neither attend nor keep a state (Nemotron-H)
-    "moe",
-    "mlp",
+    *STATE_KINDS,
+    *NO_MIXER,
 }
 
 
@@ -157,7 +144,7 @@ def _refuse_family(kind: Any) -> tuple[str, str] | None:
 
 def _refuse_drafts(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
     """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
-    stateful = kind in STATEFUL or set(layer_kinds(model)) & set(STATE_TYPES)
+    stateful = kind in STATEFUL or set(layer_kinds(model)) & STATE_KINDS
     if not stateful or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
         return None
     why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
@@ -183,10 +170,16 @@ def _refuse_images(kind: Any, facts: Facts) -> tuple[str, str] | None:
         return f"--media with a model of type {kind}", why
     if facts.value("plugin.speculative") and facts.value("engine") == "embedded":
         return "--media with the plugin speculative", "drafts do not see the images; run it without the plugin"
-    if Version(has := version("transformers")) < Version(IMAGES_SINCE):
+    if facts.value("plugin.true_on_policy") and kind in _BLOCKS:
+        why = "its kernels have no attention in both directions within an image; run it without the plugin"
+        return f"--media and a model of type {kind} with the plugin true_on_policy", why
+    if kind in _WITH_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        why = "its processor in Transformers needs torchvision: pip install torchvision"
+        return f"--media with a model of type {kind}", why
+    if Version(has := version("transformers")) < Version(since := IMAGES_SINCE[kind]):
         return (
-            f"--media with Transformers {has}",
-            f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'",
+            f"--media with a model of type {kind} and Transformers {has}",
+            f"its processor has another form there: pip install 'transformers >={since}'",
         )
     return None
 
@@ -305,6 +298,7 @@ class EmbeddedConfig:
         "formats with a native product set it",
         metavar="X",
         ge=0,
+        only_if="rollout.precision != bf16",
     )
     initial_loss_scale: float = option(
         65536.0,
@@ -330,12 +324,7 @@ plugin = Plugin(
     version=__version__,
     core=f"=={__version__}",
     config=EmbeddedConfig,
-    notes={
-        "engine == embedded and model.quantized != none and rollout.precision == bf16": (
-            "the checkpoint stores quantised weights, and the engine computes with the dequantised ones in BF16: only --rollout-precision "
-            "selects a format for the rollout, the checkpoint does not"
-        )
-    },
+    notes=NOTES,
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},
         "engine": {"embedded": "miles_embedded.engine.build:make_engine"},

@@ -257,17 +257,18 @@ class _Waiting:
         self.lasting &= unit.lasting
 
     def take(self, format: Format, room: Room | None) -> tuple[list[str], list[Tensor], list[Parts | None]]:
-        """Remove the first weights from the queue and return them with their room: as many as have room, or one without room; if ``room``
-        is None, up to ``_ANEW`` bytes of weights."""
+        """Remove the first weights from the queue and return them with their room: as many as have room, or one for which ``room`` has none;
+        up to ``_ANEW`` bytes of weights for which new tensors are allocated."""
         outs: list[Parts | None] = []
         nbytes = 0
         for name, weight in self.weights:
             _check(format, name, weight)
-            out, nbytes = _room(format, name, weight, room), nbytes + weight.nbytes
-            if outs and out is None and (room is not None or nbytes > _ANEW):
+            out, full = _room(format, name, weight, room)
+            nbytes += weight.nbytes if out is None else 0
+            if outs and (full or (out is None and nbytes > _ANEW)):
                 break
             outs.append(out)
-            if out is None and room is not None:
+            if full:
                 break
         taken, self.weights = self.weights[: len(outs)], self.weights[len(outs) :]
         self.nbytes -= sum([weight.nbytes for _, weight in taken])
@@ -276,18 +277,17 @@ class _Waiting:
 
 
 def _quantize(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
-    return Encoded(
-        name, name_parts(name, format.quantize(weight, stats, _room(format, name, weight, room))), format.name
-    )
+    out, _ = _room(format, name, weight, room)
+    return Encoded(name, name_parts(name, format.quantize(weight, stats, out)), format.name)
 
 
-def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts | None:
-    """Return the output tensors for a weight's parts; None to allocate new ones."""
+def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> tuple[Parts | None, bool]:
+    """Return the output tensors for a weight's parts, None to allocate new ones; and whether ``room`` has none left."""
     if room is None:
-        return None
+        return None, False
     stored = _name_stored(format, name, weight.shape[0], weight.shape[1])
     given = room(name, stored)
-    return None if given is None else {s.suffix: given[part] for part, s in stored.items()}
+    return ({s.suffix: given[part] for part, s in stored.items()} if given else None), given is None
 
 
 @lru_cache(1 << 16)

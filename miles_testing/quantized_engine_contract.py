@@ -94,6 +94,9 @@ class QuantizedEngineContract:
         format = self.format()
         engine = runner.run(self.start_engine(encoded[0]))
         try:
+            assert {f"format:{format.name}", "format:*"} & engine.capabilities, (
+                "the plan refuses a format without a capability"
+            )
             check(type(engine).__name__, format, engine.quantizer(format), probes(format))
         finally:
             runner.run(engine.stop())

@@ -124,7 +124,8 @@ def toy_arguments(
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return the command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``)."""
+    """Return the command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``), or tables of a
+    configuration file (``policies={"one": {}, "two": {}}``)."""
     files = toy_files(family, **(sizes or {}))
     given: dict[str, Any] = {
         "hf_checkpoint": files / "model",
@@ -143,7 +144,14 @@ def toy_arguments(
     if "hf_checkpoint" in options and "prompt_data" not in options:
         given["prompt_data"] = _prompts_for(options["hf_checkpoint"], files / "prompts.jsonl")
     words = ["--plugins", ",".join(plugins)] if plugins else []
+    tables = {name: value for name, value in given.items() if isinstance(value, Mapping)}
+    if tables:  # JSON is YAML
+        file = _temporary("miles-toy-config-") / "tables.yaml"
+        file.write_text(json.dumps(tables, default=str), encoding="utf-8")
+        words += ["--config", str(file)]
     for name, value in given.items():
+        if name in tables:
+            continue
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)

@@ -8,7 +8,7 @@ from miles_core.plugin import Command, Plugin
 
 _COMMANDS = {
     "demo": "train a small model on this machine in minutes and write a report",
-    "plugins": "list what is installed; check, explain, new",
+    "plugins": "list what is installed; check, explain, matrix, new",
     "convert": "convert a checkpoint to a number format, or back to bf16",
     "verify": "check that engine and trainer agree about the same tokens, and explain the gap",
     "report": "write an HTML report of a run",

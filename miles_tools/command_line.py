@@ -9,16 +9,13 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from miles_core.config.command import Command
+from miles_core.config.command import COMPLETE, Command
 from miles_core.config.schema import Schema
 from miles_tools.foreign import explain
 from miles_tools.foreign.translate import translate
 from miles_tools.foreign.translation import Translation
 
 __all__ = ["correct", "explain"]
-
-#: The line before the corrected command line.
-COMPLETE = "the complete command line:"
 
 #: Loads a command line; returns its problems, and flags that would enable missing plugins.
 Attempt = Callable[[Sequence[str]], tuple[list[str], dict[str, str]]]

@@ -1,4 +1,4 @@
-"""Optional metric sinks: TensorBoard and Weights & Biases, their options and their manifest. Their packages are imported only if the sink
+"""Optional sinks: TensorBoard, Weights & Biases and alerts, their options and their manifest. The packages are imported only if the sink
 is enabled."""
 
 from __future__ import annotations
@@ -44,17 +44,32 @@ class Sinks:
         only_if="sinks.use_wandb",
     )
     use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
+    alert_command: str | None = option(
+        None,
+        help="command to run for each hint and when the run stops early; receives the alert as JSON on standard input",
+        metavar="COMMAND",
+    )
+    alert_webhook: str | None = option(
+        None,
+        help="http(s) address that receives the same alerts as POST requests with a JSON body (kind, run, step, text); $NAME reads the "
+        "address from an environment variable, so that it is not written to the run directory",
+        metavar="URL",
+    )
 
 
 plugin = Plugin(
     name="sinks",
-    summary="metrics for TensorBoard and Weights & Biases, shipped with miles-core",
+    summary="metrics for TensorBoard and Weights & Biases, and alerts, shipped with miles-core",
     version=__version__,
     core=f"=={__version__}",
     standard=True,
     config=Sinks,
     provides={
-        "sink": {"tensorboard": "miles_tools.sinks:make_tensorboard", "wandb": "miles_tools.sinks:make_wandb"},
+        "sink": {
+            "tensorboard": "miles_tools.sinks:make_tensorboard",
+            "wandb": "miles_tools.sinks:make_wandb",
+            "alerts": "miles_tools.alerts:make_alerts",
+        },
     },
     examine="miles_tools.sinks:examine",
 )
@@ -143,11 +158,11 @@ def _options(config: Config) -> Sinks:
 
 
 def examine(config: Config, weights: bool) -> None:
-    """See ``Plugin.examine``: check that the packages of the chosen sinks are installed and that Weights & Biases has a login. Not for a
-    plan, which may be made on another machine.
+    """See ``Plugin.examine``: check that the packages of the chosen sinks are installed, that Weights & Biases has a login, and that alerts
+    can be sent. Not for a plan, which may be made on another machine.
 
     Raises:
-        ConfigError, MilesError: a package or a login is missing.
+        ConfigError, MilesError: a package, a login, a program or the address of a webhook is missing.
     """
     if not weights:
         return
@@ -160,6 +175,12 @@ def examine(config: Config, weights: bool) -> None:
             raise ConfigError(f"{flag} needs the package {package!r}, which is not installed: pip install {package}")
     if options.use_wandb:
         check_wandb_login()
+    from miles_tools.alerts import check_command, webhook_address
+
+    if options.alert_command is not None:
+        check_command(options.alert_command)
+    if options.alert_webhook is not None:
+        webhook_address(options.alert_webhook)
 
 
 def check_wandb_login() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class BusyTime:
-    """Measures the fraction of time during which each worker had a call in flight."""
+    """Measures the fraction of time during which each worker had a call in flight.
 
-    def __init__(self) -> None:
+    Args:
+        record: receives ``(name, start, end)`` of each such interval, such as ``Clock.record``.
+    """
+
+    def __init__(self, record: Callable[[str, float, float], None] | None = None) -> None:
+        self._record = record
+        self._began: dict[str, float] = {}
         self._open: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._since: dict[str, float] = {}
@@ -29,10 +35,12 @@ class BusyTime:
         """Change the number of calls in flight at a worker."""
         now = time.perf_counter()
         if not self._open.get(name):
-            self._since[name] = now
+            self._since[name] = self._began[name] = now
         self._open[name] = self._open.get(name, 0) + change
         if not self._open[name]:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since[name]
+            if self._record is not None:
+                self._record(name, self._began[name], now)
 
     def open(self, name: str) -> int:
         """Return the number of calls in flight at a worker."""

@@ -23,6 +23,8 @@ from miles_workers.workers import AsyncMethod, Method, P, Workers, gather_in_ord
 if TYPE_CHECKING:
     import torch
 
+    from miles_core.data.media import Media
+
 T = TypeVar("T")
 
 
@@ -142,18 +144,26 @@ class EnginePool(Engine):
                 if not group[1]:
                     self._groups.pop(request.group, None)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         while True:
             number = await self._choose()
             try:
-                return await self.engines.call(number, Engine.score, sequences, temperature)
+                return await self.engines.call(number, Engine.score, sequences, temperature, media)
             except WorkerLost as lost:
                 self.replace_lost(lost)
 
     async def score_each(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
     ) -> Mapping[str, list[np.ndarray]]:
-        return await self._from_each(Engine.score, sequences, temperature)
+        return await self._from_each(Engine.score, sequences, temperature, media)
 
     async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
         found = await self._from_each(Engine.weight_checksums, names)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
@@ -340,7 +341,12 @@ class _DriversEngine(Engine):
     async def stop(self) -> None:
         raise self._refusal()
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         raise self._refusal()
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:

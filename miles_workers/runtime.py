@@ -50,7 +50,7 @@ class RemoteRuntime(Runtime):
         self.timeouts = Timeouts(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
         self.restarts = Restarts(run.config.run.max_restarts)
         self.spec = WorkerSpec.of(run)
-        self.busy = BusyTime()
+        self.busy = BusyTime(run.clock.record)
         self.output = Output(run.directory)
         self._built: list[tuple[Workers, LearnerGroup, EnginePool | None, PolicyParts]] = []
         self._placed: list[Workers] = []

@@ -103,6 +103,20 @@ def test_keys_that_no_row_has(refused):
     assert "--label-key from: 'input', 'label'" in refused(label_key="answer")
 
 
+def test_metadata_that_no_row_has(refused, file):
+    rows = file("rows.jsonl", '{"input": "a", "label": "1", "info": {"how": "turn"}}\n{"input": "b", "label": "1"}\n')
+    options = {"prompt_data": rows, "eval_prompt_data": rows, "eval_interval": 1}
+    message = refused(metadata_key="extra", **options)
+    assert message.startswith("--metadata-key extra: no row has an entry there (the 4 rows of the prompt files)")
+    assert "--generate-key kind: no row has this entry in its metadata, which has how" in refused(
+        metadata_key="info", generate_key="kind", **options
+    )
+    # a column of the evaluation alone has an effect
+    bare = file("bare.jsonl", '{"input": "a", "label": "1"}\n')
+    options = {**options, "prompt_data": bare, "metadata_key": "info", "generate_key": "how", "max_restarts": -1}
+    assert "metadata" not in refused(**options)
+
+
 @pytest.mark.parametrize("rule", ["exact", "boxed", "f1", "math"])
 def test_labels_that_no_response_equals(refused, file, rule):
     good, bad = {"input": "a", "label": "1"}, {"input": "a", "label": {"ground_truth": "2", "style": "rule"}}

@@ -6,13 +6,12 @@ Plugins are discovered, so a new one is covered when it is installed; a refusal 
 from __future__ import annotations
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
 from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
-from miles_testing.toy import toy_files
+from miles_testing.matrix import SIZES, toy_options
 
 #: Without backends, which are in every run.
 MANIFESTS = {name: found for name, found in discover().items() if not {"engine", "trainer"} & found.provides.keys()}
@@ -34,30 +33,9 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
-COMPOSED = Path(__file__).with_name("composed.py")
-#: Options a plugin needs on so small a model, or on any machine.
-OPTIONS: dict[str, dict[str, object]] = {
-    "int4": {"int4_group_size": 32},
-    "cpu_kernels": {"device": "cpu"},
-    "endpoint": {"generate": "endpoint", "agent": f"{COMPOSED}:agent"},
-    "ppo": {"advantage_estimator": "ppo"},
-    "coevolution": {"co_evolution_strategy": "simultaneous"},
-    "lora": {"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
-    "tools": {"generate": "tools", "tools": f"{COMPOSED}:look", "tool_prompt": "text", "apply_chat_template": True},
-    "environments": {"environments": f"file:{COMPOSED}:Letters", "prompt_data": None, "custom_rm_path": None},
-}
-
-#: Policies that a plugin needs in the configuration file.
-POLICIES = {
-    "distillation": "student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}",
-    "coevolution": "one: {{}}, two: {{}}",
-}
-#: Whole blocks of 32 weights, and a context with room for the schemas of tools.
-SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
-#: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
-DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
+#: Drafting is tried with one family, in the cells that have one format on both sides.
+DRAFTS = "speculative"
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
-DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
 ANY_FAMILY = {
     "coevolution",
@@ -91,13 +69,13 @@ def expected(names, family, rollout, train):
 
 def is_tried(names, family, cell):
     """Whether the family and the precision are among those in which these plugins are tried."""
-    if DRAFTS.keys() & set(names) and (cell[0] != cell[1] or family == "llama"):
+    if DRAFTS in names and (cell[0] != cell[1] or family == "llama"):
         return False
     return family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not ANY_FAMILY & set(names))
 
 
 def runs_together(names, family, cell):
-    return len(POLICIES.keys() & set(names)) < 2 and not expected(names, family, *cell)
+    return sum("policies" in MANIFESTS[name].toy for name in names) < 2 and not expected(names, family, *cell)
 
 
 def cover(pairs, family, cell):
@@ -151,18 +129,11 @@ CASES = list(list_cases())
     ],
     ids=["+".join(n) + f"-{c[0]}x{c[1]}-{f}" for n, c, f in CASES],
 )
-def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, names, cell, family):
+def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell, family):
     rollout, train = cell
     reasons = expected(names, family, rollout, train)
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
-    for name in names:
-        options |= OPTIONS.get(name, {})
-        if name in DRAFTS:
-            options |= DRAFTS[name] | {"draft_model_path": toy_files("llama", **DRAFT) / "model"}
-    if policies := [POLICIES[name] for name in names if name in POLICIES]:
-        other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
-        (tmp_path / "policies.yaml").write_text(f"policies: {{{', '.join(policies).format(other=other)}}}")
-        options["config"] = tmp_path / "policies.yaml"
+    options |= {flag: value for flag, value in toy_options(names, MANIFESTS).items() if flag != "runtime"}
     if reasons:
         with pytest.raises(PlanError) as refused:
             toy_run(names, family=family, steps=1, sizes=SIZES, **options)
@@ -175,7 +146,7 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, na
         # with several policies, metrics start with the policy's name
         values = {name: [v for key, v in record.items() if key.endswith(name)] for name in EXPECTED}
         assert record["rollout/samples"] == 8 and values["train/grad_norm"] and min(values["train/grad_norm"]) > 0
-        assert not DRAFTS.keys() & set(names) or values["speculative/accept_length"][0] > 1
+        assert DRAFTS not in names or values["speculative/accept_length"][0] > 1
         # one format on both sides, or none: what the engine sampled is what the trainer computes
         if rollout == train:
             assert max(values["mismatch/abs_log_prob"]) < 1e-3, (names, cell)

@@ -61,7 +61,7 @@ LAYERS: list[dict[str, str]] = [
         "mismatch": "errors data plugin precision contracts sync rollout",
     },
     {
-        "run": "errors version redact data plugin config observe checkpoint contracts reward rollout train mismatch",
+        "run": "errors text version redact data plugin config observe checkpoint contracts reward rollout train mismatch",
     },
     {
         "defaults": "reward sync rollout train schedule mismatch run",
@@ -100,12 +100,12 @@ TOOLS: list[dict[str, str]] = [
     {
         "foreign": "core: config nearest",
         "output_file": "core: errors redact",
-        "sinks": "core: config contracts errors plugin redact version",
         "profiler": "core: contracts",
         "samples": "core: contracts data errors redact workers: workers",
         "http_client": "core: errors redact",
     },
     {
+        "alerts": "http_client core: contracts errors redact",
         "command_line": "foreign core: config",
         "rewards": "http_client core: contracts data errors redact reward",
         "report": "output_file samples core: errors mismatch observe plugin redact run version",
@@ -113,6 +113,7 @@ TOOLS: list[dict[str, str]] = [
         "demo": "core: data errors observe plugin",
     },
     {
+        "sinks": "alerts core: config contracts errors plugin redact version",
         "verify": "output_file report core: contracts data errors mismatch precision version",
     },
     {
@@ -125,10 +126,11 @@ TOOLS: list[dict[str, str]] = [
 ROOMS: list[dict[str, str]] = [
     {
         "memory": "core: miles_core.plugin miles_core.trainer",
-        "manifest": "core: miles_core miles_core.plugin",
+        "plan_notes": "",
         "speed": "",
     },
     {
+        "manifest": "plan_notes core: miles_core miles_core.plugin",
         "kernels": "core: errors",
     },
     {

@@ -213,7 +213,14 @@ def test_no_file_of_a_run_holds_a_secret(toy_run, tmp_path, monkeypatch):
         f"    raise ValueError('refused: Bearer {secret}')\n"
     )
     with pytest.raises(MilesError):
-        toy_run(steps=1, custom_rm_path=tmp_path / "judge.py", save=tmp_path / "run", model_name=secret, keep=2)
+        toy_run(
+            steps=1,
+            custom_rm_path=tmp_path / "judge.py",
+            save=tmp_path / "run",
+            model_name=secret,
+            keep=2,
+            save_interval=1,
+        )
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
     names = {p.name for p in files}
     assert {"config.yaml", "plan.json"} <= names

@@ -111,7 +111,7 @@ class Checked:
         self.session = Session(ask, AnswerReader(renderer), Limits())
         self.responses: list[tuple[list[int], Response]] = []
 
-    async def _generate(self, tokens: list[int], sampling: Sampling, policy: str) -> Response:
+    async def _generate(self, tokens: list[int], sampling: Sampling, policy: str, media: Any = ()) -> Response:
         await asyncio.sleep(0)
         prefix, ids, values = list(tokens), [], []
         for token in self.script.tokens():

@@ -19,6 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "tiny_dense": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
 VOCABULARY = 32000
@@ -30,12 +31,12 @@ def make_model(kind: str, directory: Path) -> Path:
 
     common = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1}
     common |= {
-        "head_dim": 64 if kind == "tiny" else 128,
+        "head_dim": 64 if kind.startswith("tiny") else 128,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         **SIZES[kind],
     }
-    if kind in ("dense", "8b"):
+    if kind in ("dense", "8b", "tiny_dense"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     else:
         config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)

@@ -98,9 +98,9 @@ def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None
             )
 
 
-def make_engine(side: str, checkpoint: Path, device: str) -> EmbeddedEngine:
+def make_engine(side: str, checkpoint: Path, device: str, dtype: str = "bfloat16") -> EmbeddedEngine:
     """An engine with weights of its own."""
-    model = load_model(checkpoint, "bfloat16", device)
+    model = load_model(checkpoint, dtype, device)
     settings = Settings(lambda tokens: "", cuda_graphs=side != "plain")
     if side == "fp8":
         from miles_fp8.format import Fp8

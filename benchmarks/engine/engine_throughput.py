@@ -31,8 +31,8 @@ def embedded(checkpoint: str, limit: int, kernels: bool) -> Generate:
 
     from miles_core.contracts.engine import Request, Sampling
     from miles_embedded.engine.build import end_tokens
+    from miles_embedded.engine.detokenizer import Detokenizer
     from miles_embedded.engine.engine import EmbeddedEngine
-    from miles_embedded.engine.scheduler import detokenizer
     from miles_embedded.engine.settings import Settings
     from miles_embedded.model.load import load_model
 
@@ -41,7 +41,7 @@ def embedded(checkpoint: str, limit: int, kernels: bool) -> Generate:
         from miles_cpu_kernels.hooks import use_kernels
 
         use_kernels(model)
-    settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), max_running_requests=PROMPTS * SAMPLES)
+    settings = Settings(Detokenizer(tokenizer), end_tokens(model, tokenizer), max_running_requests=PROMPTS * SAMPLES)
     engine = EmbeddedEngine(model, settings)
     sampling = Sampling(max_new_tokens=limit)
 

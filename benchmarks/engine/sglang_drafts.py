@@ -9,6 +9,8 @@ another one (see ``speculative.py``). The runs then hardly change the policy, so
 - ``asleep``: a Qwen3 drafts for itself as a separate draft model, and gives its memory to the trainer in every step: what comes back from the copy
   that ``--sglang-enable-draft-weights-cpu-backup`` keeps must draft as before.
 
+- ``head-frozen`` and ``head``: an EAGLE head of its own drafts for a Qwen3; it begins untrained, and learns from the policy's distribution or not.
+
 ``--engine embedded`` makes the first three with the embedded engine. One JSON line a side as soon as it is known, and all at the end.
 """
 
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from benchmarks.engine.checkpoints import word_tokenizer
 from benchmarks.engine.drafting_model import pretrained, random_checkpoint, train
 from benchmarks.engine.languages import Language
 from benchmarks.measure import commit, finish, installed, options
+from benchmarks.scale import checkout
 from miles_embedded import export_checkpoint, load_model
 from miles_speculative.head import attach
 
@@ -39,6 +43,9 @@ async def rm(args, sample):
     return sum(t % 2 for t in sample.tokens[-32:]) / 32
 """
 TRAINED = "--online-sft-interval 1 --enable-mtp-training --draft-lr 1e-3"
+HEAD = "--sglang-speculative-algorithm EAGLE"
+#: Sides whose policy is a Qwen3, which has no MTP layer.
+OWN_DRAFTS = ("asleep", "head", "head-frozen")
 SIDES_BY_DEFAULT = "plain,trained,frozen"
 #: engine, side -> plugins and flags
 SIDES = {
@@ -53,6 +60,8 @@ SIDES = {
         "tis",
         "--sglang-speculative-algorithm STANDALONE --colocate --sglang-enable-draft-weights-cpu-backup",
     ),
+    ("sglang", "head-frozen"): ("tis", HEAD),
+    ("sglang", "head"): ("tis speculative", f"{HEAD} --online-sft-interval 1 --draft-lr 1e-3"),
     ("embedded", "plain"): ("tis", ""),
     ("embedded", "frozen"): ("tis speculative", "--spec-lookahead {k}"),
     ("embedded", "trained"): ("tis speculative", "--spec-lookahead {k} " + TRAINED),
@@ -66,11 +75,15 @@ def main() -> None:
     torch.manual_seed(0)
     result: dict[str, Any] = {"commit": commit(), "lookahead": given.lookahead}
     with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "metadata").mkdir()
+        checkout.register(Path(scratch) / "metadata", ["sglang", "speculative", "tis", "megatron"], ["sglang"])
         result |= make(given, Path(scratch))
         say(given, **result)
-        for side in given.sides.split(","):
-            result[side] = measure(given, side, Path(scratch))
-            say(given, side=side, **result[side])
+        with ThreadPoolExecutor(given.jobs) as pool:
+            runs = {side: pool.submit(measure, given, side, Path(scratch)) for side in given.sides.split(",")}
+            for side, run in runs.items():
+                result[side] = run.result()
+                say(given, side=side, **result[side])
     packages = ["torch", "transformers", *(["sglang"] if given.engine == "sglang" else [])]
     sides = [] if given.sides == SIDES_BY_DEFAULT else given.sides.split(",")
     finish("sglang_drafts", result, given.save, lambda: installed(*packages), "-".join([given.engine, *sides]))
@@ -92,6 +105,7 @@ def parse() -> argparse.Namespace:
         ("trained-steps", 10),
         ("lookahead", 2),
         ("graphs", 128),
+        ("jobs", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sides", default=SIDES_BY_DEFAULT)
@@ -102,6 +116,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.set_defaults(checkpoint=None, state=None)
     return parser.parse_args()
+
+
+def own_draft(given: argparse.Namespace) -> bool:
+    """Whether the sides draft with a model or a head of its own."""
+    return all(side in OWN_DRAFTS for side in given.sides.split(","))
 
 
 def say(given: argparse.Namespace, **what: Any) -> None:
@@ -116,10 +135,13 @@ def make(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     head, before, now = attach(model, made), Language(given.vocab, seed=1), Language(given.vocab, seed=2)
     found = {"pretrain": pretrained(model, head, before, given)}
     train(model, head, now, given.move, given, policy=True, draft=False)
-    if given.sides == "asleep":  # a draft model of its own has no MTP layer
+    if own_draft(given):  # a draft model of its own has no MTP layer
         learned, model = model.state_dict(), load_model(scratch / "plain", given.dtype, given.device)
         model.load_state_dict({name: learned[name] for name in model.state_dict()})
     export_checkpoint(model, word_tokenizer(given.vocab), scratch / "model")
+    if own_draft(given) and given.sides != "asleep":
+        words = ["--eagle-num-layers", "1", "--model-dir", str(scratch / "model"), "--save-dir", str(scratch / "head")]
+        subprocess.run([sys.executable, "-m", "miles_core.cli.main", "convert", *words], stdout=sys.stderr, check=True)
     rows = [
         {"prompt": " ".join(f"w{t}" for t in row), "label": ""} for row in now.batch(given.prompts * 16, 16).tolist()
     ]
@@ -130,7 +152,7 @@ def make(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def configuration(given: argparse.Namespace) -> Any:
     """Of a small GLM-4.5, or of the Qwen3 that drafts for itself."""
-    from transformers import Glm4MoeConfig, Qwen3Config
+    import transformers
 
     sizes = {
         "vocab_size": given.vocab,
@@ -145,16 +167,18 @@ def configuration(given: argparse.Namespace) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if given.sides == "asleep":
-        return Qwen3Config(**sizes)
+    if own_draft(given):
+        return transformers.Qwen3Config(**sizes)
     experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": given.hidden // 2}
-    return Glm4MoeConfig(**sizes, **experts, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
+    return transformers.Glm4MoeConfig(
+        **sizes, **experts, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1
+    )
 
 
 def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:
     """Of one run."""
     plugins, own = SIDES[given.engine, side]
-    rows, steps = given.prompts * 8, given.trained_steps if side in ("trained", "megatron") else given.steps
+    rows, steps = given.prompts * 8, given.trained_steps if side in ("trained", "megatron", "head") else given.steps
     flags = f"""--hf-checkpoint {scratch / "model"} --save {scratch / side} --save-interval {steps} --engine {given.engine}
         --device {given.device} --prompt-data {scratch / "prompts.jsonl"} --input-key prompt --label-key label
         --custom-rm-path {scratch / "reward.py"}:rm --rollout-batch-size {given.prompts} --n-samples-per-prompt 8
@@ -165,14 +189,15 @@ def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:
         flags += " --sglang-disable-shared-experts-fusion"
         if given.device == "cuda":
             flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
-                --sglang-disable-prefill-cuda-graph --sglang-cuda-graph-bs-decode {given.graphs} --sglang-mem-fraction-static 0.3"""
+                --sglang-disable-prefill-cuda-graph --sglang-cuda-graph-bs-decode {given.graphs}
+                --sglang-mem-fraction-static 0.6 --sglang-max-total-tokens {rows * (given.tokens + 64)}"""
         else:
             flags += " --sglang-max-total-tokens 8192"
         if side != "plain":
             flags += f""" --sglang-speculative-num-steps {given.lookahead} --sglang-speculative-eagle-topk 1
                 --sglang-speculative-num-draft-tokens {given.lookahead + 1}"""
-        if side == "asleep":
-            flags += f" --sglang-speculative-draft-model-path {scratch / 'model'}"
+        if side in OWN_DRAFTS:
+            flags += f" --sglang-speculative-draft-model-path {scratch / ('model' if side == 'asleep' else 'head')}"
     return flags.split()
 
 

@@ -262,7 +262,8 @@ def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
     """The engine, whose process is that of ``sglang_direct``."""
-    from miles_sglang.build import Choices, assemble
+    from miles_sglang.build import assemble
+    from miles_sglang.choices import Choices
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choices = Choices(

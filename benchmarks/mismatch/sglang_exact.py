@@ -3,7 +3,7 @@
 A random BF16 model of ``sglang_engine.py``. Each variant is an engine in a process of its own: ``plain``; ``deterministic``
 (``enable_deterministic_inference``: batch-invariant kernels); ``on_policy_target`` (also ``rl_on_policy_target=fsdp``: norms, rotary
 embedding, activation and logits as in Transformers, residuals in FP32); ``transformers`` (``deterministic`` with the model's Transformers code,
-``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``sglang_shared_kernels.py``). An engine
+``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``miles_true_on_policy.inside_sglang``). An engine
 samples 32 prompts x 64 tokens together, and scores them together and one by one. The embedded trainer scores the same tokens as it is, with
 ``true_on_policy``, and in FP32. ``--trainer megatron`` adds the Megatron trainer on one rank.
 
@@ -39,7 +39,6 @@ import torch
 from benchmarks.engine import sglang_engine as base
 from benchmarks.engine.checkpoints import VOCABULARY, make_model
 from benchmarks.measure import finish, installed, options
-from benchmarks.mismatch import sglang_shared_kernels as shared
 from miles_core.data import Sample, collate
 from miles_core.engine import Sampling
 from miles_core.trainer import Callbacks
@@ -58,12 +57,12 @@ TOKENS, CACHE = 64, 32768
 
 async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
     """Responses of one variant and their scores."""
-    if given.worker == "shared_kernels":
-        shared.register(given.work / "plugin")
     plain = base.server_arguments
     more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "max_total_tokens": CACHE}
     base.server_arguments = lambda given: plain(given) | more
     engine = base.engine_for(given.checkpoint, given, given.work)
+    if given.worker == "shared_kernels":
+        engine.link.changes["MILES_TRUE_ON_POLICY"] = "1"
     await engine.start()
     lines = (given.work / "sglang.log").read_text(errors="replace").splitlines()
     replaced = [line for line in lines if "shared kernels: " in line]

@@ -105,7 +105,7 @@ class DoubleEngine(Engine):
         await asyncio.sleep(0)
         return self._answers[prompt].read()
 
-    async def score(self, sequences: Any, temperature: float = 1.0) -> Any:
+    async def score(self, sequences: Any, temperature: float = 1.0, media: Any = ()) -> Any:
         raise NotImplementedError
 
     async def update_weights(self, units: Any, version: int) -> None:

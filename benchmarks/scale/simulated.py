@@ -132,7 +132,7 @@ class SimulatedEngine(Engine):
         versions = [(0, version)] if done else []
         return Response([5] * done, [-1.0] * done, "stop" if done == rest else "abort", "", versions)
 
-    async def score(self, sequences: Any, temperature: float = 1.0) -> Any:
+    async def score(self, sequences: Any, temperature: float = 1.0, media: Any = ()) -> Any:
         raise NotImplementedError
 
     async def update_weights(self, units: Any, version: int) -> None:

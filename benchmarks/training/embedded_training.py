@@ -92,8 +92,10 @@ def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None
             result.put(f"profile_{side}", breakdown(profiler, wall, 1))
 
 
-def make_trainer(side: str, checkpoint: Path, device: str, given: argparse.Namespace) -> EmbeddedTrainer:
-    model = load_model(checkpoint, "bfloat16", device)
+def make_trainer(
+    side: str, checkpoint: Path, device: str, given: argparse.Namespace, dtype: str = "bfloat16"
+) -> EmbeddedTrainer:
+    model = load_model(checkpoint, dtype, device)
     if side == "torch":
         use_operations(model, TORCH)
     trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=None, max_tokens=given.max_tokens))
@@ -106,15 +108,15 @@ def make_trainer(side: str, checkpoint: Path, device: str, given: argparse.Names
     return trainer
 
 
-def make_batch(groups: int) -> Any:
+def make_batch(groups: int, response: int = RESPONSE) -> Any:
     """Random tokens with random weights for their log-probabilities."""
     draw, samples = np.random.default_rng(2), []
     for group in range(groups):
         prompt = draw.integers(2, 250, PROMPT).tolist()
         for sample in range(SAMPLES):
-            tokens = prompt + draw.integers(2, 250, RESPONSE).tolist()
+            tokens = prompt + draw.integers(2, 250, response).tolist()
             samples.append(
-                Sample(tokens=tokens, response_length=RESPONSE, group_index=group, index=group * SAMPLES + sample)
+                Sample(tokens=tokens, response_length=response, group_index=group, index=group * SAMPLES + sample)
             )
     batch = collate(samples)
     batch.columns["weight"] = torch.from_numpy(draw.normal(size=len(batch.tokens))).float() / len(batch.tokens)

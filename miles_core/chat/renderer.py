@@ -16,9 +16,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from miles_core.chat.media_parts import take_media
 from miles_core.errors import ConfigError, DataError
 from miles_core.text import valid_data, valid_text
 
@@ -35,6 +36,8 @@ _ANSWER, _REASONING, _NEW = "qzjAnswerqzj", "qzjReasonqzj", "qzjNewqzj"
 _QUESTION = {"role": "user", "content": "question"}
 #: Delimiters of the placeholder for a special token written in a message: private-use characters, which no template treats specially.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+#: Arguments of ``apply_chat_template`` that ``Renderer`` passes itself.
+_PASSED = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 class CannotExtend(DataError):
@@ -59,7 +62,7 @@ class Renderer:
         variables: variables for the chat template (``--chat-template-kwargs``), such as ``enable_thinking``.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or it does not mention a variable.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
@@ -69,9 +72,27 @@ class Renderer:
                 f"the tokenizer of {name} has no chat template; add chat_template.jinja to the checkpoint, or use no chat messages"
             )
         self.tokenizer, self.variables = tokenizer, dict(variables or {})
+        self._check_variables()
+        #: ``f(text, media=media)``: the text with the placeholders of media expanded; None refuses messages with media.
+        self.expand: Callable[..., str] | None = None
         self._special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._effects: dict[str, Effect] = {}
+
+    def _check_variables(self) -> None:
+        """Raise ConfigError for a variable that the template does not mention, or that every call passes."""
+        template = str(self.tokenizer.chat_template)
+        for name in self.variables:
+            if name in _PASSED:
+                raise ConfigError(
+                    f"--chat-template-kwargs {name}: every call passes this variable already; leave it out"
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                of = self.tokenizer.name_or_path or "this model"
+                raise ConfigError(
+                    f"--chat-template-kwargs {name}: the chat template of {of} does not mention this variable, so it would have no effect; "
+                    "correct its name, or leave it out"
+                )
 
     def text(
         self,
@@ -108,12 +129,14 @@ class Renderer:
         expand: Callable[[str], str] | None = None,
     ) -> list[int]:
         """Render a conversation to token ids, including the generation prompt. If the last message is an assistant's, the tokens end
-        within it, and the model continues it. ``expand`` changes the rendered text, in which special tokens written in messages do not occur.
+        within it, and the model continues it. Media in content parts (``media_parts``) are expanded by ``self.expand``. ``expand`` replaces
+        it, for messages without media; it changes the rendered text, in which special tokens written in messages do not occur.
 
         Raises:
-            DataError: the template rejects the conversation, the last message is an assistant's without text or with tool calls, or the
-                result has no token.
+            DataError: the template rejects the conversation or leaves out media, the last message is an assistant's without text or with
+                tool calls, or the result has no token.
         """
+        messages, expand = self._take_media(messages, expand)
         literals: list[str] = []
         clean, resume = (
             self._without_control(messages, literals),
@@ -147,7 +170,7 @@ class Renderer:
         Raises:
             CannotExtend: the template changes earlier text when these messages follow, or the answer ended with another token
                 than the template's.
-            DataError: the template rejects the messages, or ``messages`` is empty.
+            DataError: the template rejects the messages or leaves out media, or ``messages`` is empty.
         """
         roles = [str(message.get("role")) for message in messages]
         if not messages or "assistant" in roles:
@@ -159,8 +182,10 @@ class Renderer:
                 f"{dropping} follows; render the whole conversation",
                 "reasoning",
             )
+        messages, expand = self._take_media(messages, None)
         literals: list[str] = []
-        following = self._encode(self._tail(self._without_control(messages, literals), tools), literals, inside=True)
+        tail = self._tail(self._without_control(messages, literals), tools)
+        following = self._encode(tail if expand is None else expand(tail), literals, inside=True)
         if tokens[-1] == following[0]:
             return [*tokens, *following[1:]]
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -171,6 +196,19 @@ class Renderer:
                 "stop token",
             )
         return [*tokens, *following]
+
+    def _take_media(
+        self, messages: Sequence[Message], expand: Callable[[str], str] | None
+    ) -> tuple[Sequence[Message], Callable[[str], str] | None]:
+        """Return the messages with bare parts for their media, and what expands the rendered text."""
+        messages, media = take_media(messages)
+        if media and self.expand is None:
+            raise DataError(
+                "the messages have images, but this run passes only text to the model; --media passes images"
+            )
+        if expand is None and self.expand is not None:
+            expand = partial(self.expand, media=media)
+        return messages, expand
 
     def examine(self, role: str) -> Effect:
         """Determine how appending a message of ``role`` after an answer affects what the model wrote in this answer.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from miles_core.config.command import parse_own
+from miles_core.config.command import CommandParser
 from miles_core.errors import ConfigError
 from miles_core.plugin.detect import HARDWARE
 
 USAGE = "miles plan [--json] [--fact NAME=VALUE] [--hardware [MACHINESx][GPUSx]TYPE] [any option of miles train]"
 
 
-def make_parser(usage: str, description: str) -> argparse.ArgumentParser:
-    """Create the parser of a command that also accepts the options of ``miles train``."""
-    parser = argparse.ArgumentParser(prog="miles", usage=usage, description=description, allow_abbrev=False)
+def make_parser(name: str, usage: str, description: str) -> CommandParser:
+    """Create the parser of the command ``miles NAME``, which also accepts the options of ``miles train``."""
+    parser = CommandParser(name, usage=usage, description=description)
     parser.add_argument(
         "--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value, e.g. gpu.sm=100"
     )
@@ -39,13 +39,13 @@ def run(argv: Sequence[str]) -> int:
 
         search: Callable[[Sequence[str]], int] = find_part("search", "layouts", "miles-plugin-planner")
         return search(argv)
-    parser = make_parser(USAGE, "Resolve a run without starting it.")
+    parser = make_parser("plan", USAGE, "Resolve a run without starting it.")
     parser.add_argument(
         "--search",
         action="store_true",
         help="propose the fastest layouts of the run on --hardware (miles-plugin-planner; options: miles plan --search --help)",
     )
-    options, rest, command = parse_own(parser, argv, "plan")
+    options, rest, command = parser.parse_own(argv)
     from miles_core.config.load import load
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe

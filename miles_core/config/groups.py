@@ -21,7 +21,11 @@ _QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
 _ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "cispo")
 #: Condition of options about processes that the run starts.
 _WORKERS = "runtime != inline or rollout.workers"
+#: Condition of options about chats: prompts are rendered, or a rollout function may render conversations.
+_CHATS = "data.apply_chat_template or rollout.generate != turn or rollout.generate_key or rollout.custom_generate_function_path"
 _CRITIC = f"algorithm.advantage_estimator not in {{{', '.join(_ESTIMATORS)}}}"
+#: The loss of cispo has no lower bound of the ratio.
+_EPS_CLIP = "algorithm.advantage_estimator != cispo or not algorithm.eps_clip_high"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ class Run:
         only_if="save_interval",
     )
     keep: int | None = option(
-        None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
+        None, help="keep the last N checkpoints (default: all)", metavar="N", ge=1, only_if="save_interval or load"
     )
     save_rollouts: bool = option(
         True, help="save all samples of training and evaluation in the run directory, for the report and the API"
@@ -179,6 +183,7 @@ class Data:
         (),
         help="variables for the chat template, such as enable_thinking=false; values are JSON, otherwise text",
         metavar="NAME=VALUE,...",
+        only_if=_CHATS,
     )
     media: bool = option(
         False,
@@ -221,7 +226,7 @@ class Algorithm:
         choices=(*_ESTIMATORS, "*"),
         part="advantage",
     )
-    eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0)
+    eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0, only_if=_EPS_CLIP)
     eps_clip_high: float | None = option(None, help="clip it above 1 + EPS (default: --eps-clip)", ge=0)
     eps_clip_c: float | None = option(
         None, help="dual clip: bound of the loss for negative advantages, in multiples of them", gt=1

@@ -17,7 +17,7 @@ from miles_core.config.command import TRAIN, Command
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
 from miles_core.config.flags import Assignment, Source, parse
-from miles_core.config.owners import backends_of, with_requirements
+from miles_core.config.owners import backends_of, choose_owner, with_requirements
 from miles_core.config.rules import explain_stretched_decay, find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
@@ -348,23 +348,19 @@ class _ConfigBuilder:
         return idle
 
     def _enable_owners(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> bool:
-        """Add the plugin of every option that exactly one installed plugin can have to the run; return whether any was added.
+        """Add the plugins that the user's options imply (``owners.choose_owner``) to the run; return whether any was added.
 
-        A plugin that provides a backend is added by selecting this backend, unless the user selected another. Of several owners,
-        such as an engine and a feature with flags for every engine, the one that provides no backend is added. Environment variables
-        add no plugin: they may be set for other programs.
+        A plugin that provides a backend is added by selecting this backend. Environment variables add no plugin: they may be set for
+        other programs.
         """
         added = set(self.enabled)
         for owners, given in sorted(idle.items(), key=lambda entry: len(entry[0])):
             origins = [a.origin for a in given if a.source is not Source.ENVIRONMENT]
-            if not origins or set(owners) & {*self.enabled, *self._providers()}:
+            taken = {*self.enabled, *self._providers()}
+            owner = choose_owner(self.schema, owners, [a.spelling for a in given], taken, self.chosen)
+            if not origins or not owner:
                 continue
-            features = [name for name in owners if not backends_of(self.schema, name)]
-            owner = owners[0] if len(owners) == 1 else features[0] if len(features) == 1 else ""
-            selections = backends_of(self.schema, owner) if owner else {}
-            if not owner or any(path in self.chosen for path in selections):
-                continue
-            for path, name in selections.items():
+            for path, name in backends_of(self.schema, owner).items():
                 self.values[path] = name
                 self.origins[path] = f"selected by {origins[0]}"
             self.enabled[owner] = origins[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from miles_core.config.schema import Schema
 from miles_core.plugin.activate import BACKENDS
@@ -31,3 +31,25 @@ def with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:
                 if needs.startswith("plugin."):
                     waiting.append(needs.removeprefix("plugin.").split()[0])
     return names
+
+
+def choose_owner(
+    schema: Schema, owners: Sequence[str], spellings: Sequence[str], taken: Collection[str], chosen: Collection[str]
+) -> str:
+    """Return the plugin that options of ``owners`` enable; "" if none of them, or if several may be meant.
+
+    The only owner; else the one whose name the flags begin with (``--mine-size`` of ``mine``); else the only one that provides no backend,
+    such as a feature with flags for every engine.
+
+    Args:
+        owners: the installed plugins that declare the options.
+        spellings: the flags as given.
+        taken: the plugins of the run so far.
+        chosen: paths that the user set. A plugin with a backend is out of the question if the user selected another.
+    """
+    free = [name for name in owners if name not in taken and not backends_of(schema, name).keys() & set(chosen)]
+    named = [name for name in free if all(spelling.startswith(f"--{name}-") for spelling in spellings)]
+    if len(owners) == 1 or named:
+        return next(iter(named or free), "")
+    features = [name for name in free if not backends_of(schema, name)]
+    return features[0] if len(features) == 1 and not set(taken) & set(owners) else ""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from miles_core.data.media import Media
     from miles_core.data.weight_unit import Encoded
-    from miles_core.precision.format import Format
+    from miles_core.precision.format import Format, Stored
     from miles_core.precision.quantizer import Quantizer
 
 #: What an engine does with requests in flight during a weight sync (``--pause-generation-mode``).
@@ -63,7 +63,7 @@ class Request:
     Attributes:
         tokens: the prompt's token ids, never empty.
         sampling: the sampling parameters.
-        key: key of the engine call (``rollout.generate``), unique among requests in flight; random numbers depend only on (run seed,
+        key: key of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend only on (run seed,
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.
@@ -127,10 +127,15 @@ class Response:
 
     def find_fault(self, request: Request, vocabulary: int) -> str:
         """Describe the first value that is invalid as a response to ``request``; "" if there is none."""
-        self.__post_init__()  # an engine may have set a list
-        for name, kind in ("tokens", Column), ("log_probs", Column), ("weight_versions", list):
-            if not isinstance(getattr(self, name), (list, kind)):
-                return f"{name} that are {describe(getattr(self, name))}; expected a list"
+        if not (type(self.tokens) is type(self.log_probs) is Column):
+            self.__post_init__()  # an engine may have set a list
+        for name, value, kind in (
+            ("tokens", self.tokens, Column),
+            ("log_probs", self.log_probs, Column),
+            ("weight_versions", self.weight_versions, list),
+        ):
+            if not isinstance(value, (list, kind)):
+                return f"{name} that are {describe(value)}; expected a list"
         count, most = len(self.tokens), request.sampling.max_new_tokens
         if count > most:
             return f"{count} tokens; the request allows max_new_tokens {most}"
@@ -154,6 +159,8 @@ class Response:
 
     def _find_version_fault(self, count: int) -> str:
         pairs = self.weight_versions
+        if len(pairs) == 1 and type(pairs[0]) is tuple and len(pairs[0]) == 2 and pairs[0][0] == 0:
+            return ""
         if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
             return f"weight_versions {pairs!r:.80}; expected pairs (first token, version)"
         starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
@@ -256,22 +263,41 @@ class Engine(ABC):
         """Generate the continuation of one request. The engine batches concurrent calls."""
 
     @abstractmethod
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         """Return log p(token t | tokens before t) over the full vocabulary for t >= 1, [len - 1] float32 per sequence.
 
         Requires the capability ``score``. A temperature other than 1 also requires ``score_temperature``; without it, the method
         raises MilesError.
+
+        Args:
+            sequences: token ids of each sequence.
+            temperature: divides the logits.
+            media: what belongs to the placeholders of each sequence; () if none has any. Only engines with the capability ``media``
+                receive any.
         """
 
     async def score_each(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
     ) -> Mapping[str, list[np.ndarray]]:
         """Run ``score`` on every worker of this engine: worker name -> scores. An engine without workers uses the name ""."""
-        return {"": await self.score(sequences, temperature)}
+        return {"": await self.score(sequences, temperature, media)}
 
     @abstractmethod
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Load the encoded tensors of all weights as ``version``. There must be no in-flight requests, or they must be paused."""
+
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, torch.Tensor]:
+        """Return memory of this engine into which the trainer in the same process encodes a weight of the current ``update_weights``, stored
+        name -> tensor; {} if the engine copies the weight itself."""
+        return {}
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         """Update weights like ``update_weights``, but share unencoded ``lasting`` tensors with the trainer instead of copying them.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
@@ -180,6 +180,8 @@ class Run:
         stop_requested: whether the user requested a stop; takes effect immediately during a rollout, else after the step.
         clock: measures the time of each phase, in seconds.
         state: typed plugin state.
+        at_end: functions that receive the number of completed steps and the reason when the run ends, in the driver: ``finished``, ``stopped by
+            SIGTERM`` or the error in one line. An error that one raises is logged.
     """
 
     config: Config
@@ -194,6 +196,7 @@ class Run:
     stop_requested: bool = False
     clock: Clock = field(default_factory=Clock)
     state: RunState = field(default_factory=RunState)
+    at_end: list[Callable[[int, str], None]] = field(default_factory=list)
     _configs: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @property

@@ -44,12 +44,13 @@ class Transport(ABC):
     #: whether the engine reads the weights from the trainer's memory; with ``--colocate`` they then stay awake
     shares: bool = False
 
-    def reserve(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor] | None:
         """Return tensors into which the encoder writes the next weight to send, stored name -> tensor.
 
-        None makes the encoder allocate new tensors, which ``send`` copies.
+        {} makes the encoder allocate new tensors, which ``send`` copies. None does so for this weight alone: ``send`` then receives all
+        weights up to this one before the next call.
         """
-        return None
+        return {}
 
     @abstractmethod
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:

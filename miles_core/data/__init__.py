@@ -17,6 +17,8 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_core.data.batch import Batch as Batch, Ragged as Ragged, Unmasked as Unmasked, collate as collate
     from miles_core.data.field import CANDIDATES as CANDIDATES, Field as Field, SAMPLING_SUPPORT as SAMPLING_SUPPORT
+    from miles_core.data.media import Media as Media
+    from miles_core.data.media_reader import read_parts as read_parts
     from miles_core.data.prompt_source import PromptSource as PromptSource, Row as Row
     from miles_core.chat.renderer import CannotExtend as CannotExtend, Renderer as Renderer
     from miles_core.data.sample import Sample as Sample, Status as Status, number as number
@@ -32,6 +34,8 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_core.data.batch": "Batch Ragged Unmasked collate",
         "miles_core.data.field": "CANDIDATES Field SAMPLING_SUPPORT",
+        "miles_core.data.media": "Media",
+        "miles_core.data.media_reader": "read_parts",
         "miles_core.data.prompt_source": "PromptSource Row",
         "miles_core.chat.renderer": "CannotExtend Renderer",
         "miles_core.data.sample": "Sample Status number",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -41,16 +41,16 @@ class MediaReader:
     """Takes the media out of one row.
 
     Args:
-        folder: directory to which paths are relative.
+        folder: directory to which paths are relative; None refuses paths.
 
     Attributes:
         found: the media of the row, in the order of their places in the prompt.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.found: list[Media] = []
-        self._column: Iterator[Any] | None = None
+        self._column: Iterator[Any] = iter(())
         self._name = ""
 
     def take(self, prompt: str | Chat, row: Mapping[str, Any], named: list[str], place: str) -> str | Chat:
@@ -122,7 +122,6 @@ class MediaReader:
         return {"type": IMAGE}
 
     def _next_value(self) -> Media:
-        assert self._column is not None
         try:
             value = next(self._column)
         except StopIteration:
@@ -146,10 +145,26 @@ class MediaReader:
             return Media.of(IMAGE, data)
         if re.match(r"[a-z][a-z0-9+.-]+://", value) and not value.startswith("file://"):
             raise DataError(f"{what} holds the address {value:.80}; download the image and give its path")
+        if self.folder is None:
+            raise DataError(f"{what} holds {value!r:.80}; give an image as data URI")
         try:
             return Media.of(IMAGE, self.folder / value.removeprefix("file://"))
         except DataError as error:
             raise DataError(f"{what}: {error}") from error
+
+
+def read_parts(content: Sequence[Any]) -> list[Any]:
+    """Return content parts in OpenAI's form with ``{"type": "image", "media": Media}`` in place of images, which must be data URIs.
+
+    Raises:
+        DataError: media of another kind, or a value that cannot be read. The message is a predicate.
+    """
+    reader, made = MediaReader(None), []
+    for part in content:
+        before = len(reader.found)
+        taken = reader._take_part(part) if isinstance(part, Mapping) else part
+        made.append({**taken, "media": reader.found[-1]} if len(reader.found) > before else taken)
+    return made
 
 
 def _text(text: str) -> dict[str, str]:

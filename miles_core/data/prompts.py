@@ -49,7 +49,7 @@ class PromptTemplate:
         variables: variables for the chat template.
 
     Raises:
-        ConfigError: ``apply_chat_template`` is set but the tokenizer has no chat template.
+        ConfigError: ``apply_chat_template`` or variables are given but the tokenizer has no chat template, or it ignores a variable.
     """
 
     def __init__(
@@ -64,6 +64,11 @@ class PromptTemplate:
             raise ConfigError(
                 f"--apply-chat-template: the tokenizer of {name} has no chat template; leave the flag out (prompts are "
                 "then taken as they are), or add chat_template.jinja to the checkpoint"
+            )
+        if variables and not tokenizer.chat_template:
+            raise ConfigError(
+                f"--chat-template-kwargs: the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; leave the option "
+                "out, or add chat_template.jinja to the checkpoint"
             )
         self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
         self.media: Expand | None = None

@@ -6,6 +6,7 @@ output; they are never re-tokenised from text.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -201,6 +202,15 @@ class Sample:
                 raise DataError(
                     f"sample {self.index}: field {spec.name!r} ({spec.align}) has {len(value)} rows, expected {expected}"
                 )
+
+    def copy_pending(self, index: int) -> Sample:
+        """Copy a sample without a response as number ``index`` of the same prompt. The copies share only label and media."""
+        made = object.__new__(type(self))
+        prompt = self.prompt if isinstance(self.prompt, str) else copy.deepcopy(self.prompt)
+        metadata = copy.deepcopy(self.metadata) if self.metadata else {}
+        own = {"prompt": prompt, "metadata": metadata, "tokens": self.tokens[:], "weight_versions": [], "fields": {}}
+        made.__dict__.update(self.__dict__ | own, index=index)
+        return made
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:

@@ -25,7 +25,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
-from miles_core.mismatch.probe import ProbePrompt, as_text, probe, probe_prompts
+from miles_core.mismatch.probe import ProbePrompt, bare, probe, probe_prompts
 from miles_core.rollout.continuation import partial_rollout
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
         await write_budget(run, parts, await probe(run, parts, run.state[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
         await write_budget(run, parts, last.recorded)  # the age of these samples is typical of most steps
-    alone = [as_text(s) for s in samples]
+    alone = [bare(s) for s in samples]
     trainer, engine = await parts.learner.log_probs(alone), await score(run, parts, alone)
     earlier[policy.name] = Earlier(samples, alone, trainer, engine, parts.precisions, first=last is None)
     if older or not in_this_process(parts.serving):  # otherwise the engine's weights can be read
@@ -125,14 +125,16 @@ async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list
     engine, temperature = parts.serving, run.config.rollout.temperature
     if not _can_score(run, parts):
         return None
-    return _select_responses(await engine.score([s.tokens for s in samples], temperature), samples)
+    media = [s.media for s in samples]
+    return _select_responses(await engine.score([s.tokens for s in samples], temperature, media), samples)
 
 
 async def score_each(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> Mapping[str, list[np.ndarray]] | None:
     """Call ``score`` on every engine worker: worker name ("" without workers) -> log-probabilities."""
     if not _can_score(run, parts):
         return None
-    found = await parts.serving.score_each([s.tokens for s in samples], run.config.rollout.temperature)
+    tokens, media = [s.tokens for s in samples], [s.media for s in samples]
+    found = await parts.serving.score_each(tokens, run.config.rollout.temperature, media)
     return {worker: _select_responses(scores, samples) for worker, scores in found.items()}
 
 

@@ -17,7 +17,7 @@ from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
-from miles_core.rollout.generate import FIRST_PROBE
+from miles_core.rollout.keys import FIRST_PROBE
 from miles_core.rollout.queue import open_prompts
 from miles_core.rollout.sampling import training_sampling
 from miles_core.rollout.transcript import Transcript
@@ -125,8 +125,3 @@ def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:
     """Copy ``sample`` without the engine's recorded fields, except ``fields``, so that a trainer computes all choices itself."""
     recorded = {name: value for name, value in sample.fields.items() if name in fields}
     return dataclasses.replace(sample, fields=recorded, rollout_log_probs=None)
-
-
-def as_text(sample: Sample) -> Sample:
-    """Copy ``sample`` like ``bare``, without its media: ``Engine.score`` reads placeholders as ordinary tokens, and so does a trainer then."""
-    return dataclasses.replace(bare(sample), media=())

@@ -17,7 +17,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.at_sync import check_movement, check_version, score_each
 from miles_core.mismatch.gap import LogProbs
-from miles_core.mismatch.probe import as_text, probe, probe_prompts
+from miles_core.mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -94,7 +94,7 @@ class WeightsArrived:
             return
         last = self._earlier.get(name)
         if last is None:
-            samples = [as_text(s) for s in await probe(self._run, parts, probe_prompts(self._run), key=_FIRST_KEY)]
+            samples = [bare(s) for s in await probe(self._run, parts, probe_prompts(self._run), key=_FIRST_KEY)]
         else:
             samples = last.samples
         engines = await score_each(self._run, parts, samples)

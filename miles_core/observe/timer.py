@@ -1,4 +1,4 @@
-"""Measures the time of a step's phases."""
+"""Measures the time of a step's phases, and reports intervals to observers such as tracing sinks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Clock:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
+        self._observers: list[Callable[[str, float, float], None]] = []
         self.created = self._mark = self._start = time.perf_counter()
 
     @contextmanager
@@ -32,11 +33,24 @@ class Clock:
         """Time the body as ``time/<name>``."""
         self._switch()
         self._open.append(name)
+        start = self._mark
         try:
             yield
         finally:
             self._switch()
             self._open.pop()
+            self.record(name, start, self._mark)
+
+    def observe(self, function: Callable[[str, float, float], None]) -> None:
+        """Call ``function(name, start, end)`` at the end of every phase and of every interval that ``record`` reports; times are those of
+        ``time.perf_counter``. It is called in the thread of the event loop and must not block."""
+        self._observers.append(function)
+
+    def record(self, name: str, start: float, end: float | None = None) -> None:
+        """Report an interval to the observers, e.g. a request to an engine; ``end`` is now by default. It counts for no phase, and may
+        overlap others."""
+        for function in self._observers:
+            function(name, start, time.perf_counter() if end is None else end)
 
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` to a phase that was measured elsewhere."""

@@ -46,7 +46,12 @@ if TYPE_CHECKING:
         above as above,
         below as below,
     )
-    from miles_core.plugin.layers import layer_kinds as layer_kinds, moe_layers as moe_layers
+    from miles_core.plugin.layers import (
+        NO_MIXER as NO_MIXER,
+        STATE_KINDS as STATE_KINDS,
+        layer_kinds as layer_kinds,
+        moe_layers as moe_layers,
+    )
     from miles_core.plugin.manifest import (
         Capability as Capability,
         Command as Command,
@@ -83,7 +88,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.plugin.detect": "config_facts model_facts",
         "miles_core.plugin.facts": "Fact Facts",
         "miles_core.plugin.hint": "Hint Remedy above below",
-        "miles_core.plugin.layers": "layer_kinds moe_layers",
+        "miles_core.plugin.layers": "NO_MIXER STATE_KINDS layer_kinds moe_layers",
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",

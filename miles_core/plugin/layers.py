@@ -10,6 +10,10 @@ from miles_core.plugin.model_config import EXPERTS
 #: Names of the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
+#: Kinds of layers that keep a state between tokens.
+STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
+#: Kinds of layers without attention and without a state.
+NO_MIXER = frozenset({"moe", "mlp"})
 #: Names in older configurations -> Transformers' present names.
 _RENAMED = {"mamba": "linear_attention", "attention": "full_attention"}
 #: Letters of Nemotron-H's ``hybrid_override_pattern``.

@@ -49,6 +49,7 @@ class Hooks:
         boundaries: Mapping[str, Boundary],
     ) -> None:
         self._specs = read_specs(specs)
+        self._arguments = {name: frozenset(arguments) for name, arguments in self._specs.items()}
         self._boundaries = boundaries
         standard = [plugin for plugin in manifests.values() if plugin.standard]
         self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
@@ -61,9 +62,8 @@ class Hooks:
 
     def on(self, name: str, /, **arguments: Any) -> None:
         """Call every implementation of an ``on_*`` hook in plan order, and check the arguments after each call."""
-        boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
-            Guard(plugin, name, boundary).call_event(function, taken, arguments)
+            Guard(plugin, name, self._boundaries.get(name, UNCHECKED)).call_event(function, taken, arguments)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
         """Name plugins in an error that names none: one in its traceback, or those that implement one of ``hooks``.
@@ -177,7 +177,7 @@ class Hooks:
     def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
             raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
-        if arguments.keys() != set(self._specs[name]):
+        if arguments.keys() != self._arguments[name]:
             raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
         return self._calls[name]
 

@@ -175,6 +175,9 @@ class Plugin:
         measures: ``"module:callable"``, a function without arguments that measures this host for the plugin and returns
             label -> text; used by ``miles doctor --measure``.
         demo: whether ``miles demo`` trains with this plugin if it is installed.
+        toy: options of a toy run that uses the plugin, flag with underscores -> value, e.g. ``{"mine_group_size": 32}``; used by
+            ``miles plugins matrix``. None omits an option of the toy run, and a mapping is a table of a configuration file. The texts
+            ``{model}`` and ``{draft}`` are paths of further tiny models, the second smaller than the run's.
         standard: whether the plugin's parts, options and ``examine`` are part of every run, like core's, without being listed in plans.
             For plugins in core's wheel; a standard plugin has no hooks, rules or claims.
     """
@@ -217,6 +220,7 @@ class Plugin:
     converts: Mapping[str, str] = field(default_factory=dict)
     measures: str = ""
     demo: bool = False
+    toy: Mapping[str, Any] = field(default_factory=dict)
     standard: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:

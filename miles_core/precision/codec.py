@@ -18,9 +18,9 @@ Shape = tuple[int, ...]
 #: Dtype of the model copy, which every number format quantises, regardless of the dtype in which a weight is held or stored.
 COPY = torch.bfloat16
 
-#: Returns the output tensors of a weight, stored name -> tensor, given the weight's name and its stored tensors' specification; None to
-#: allocate new tensors.
-Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
+#: Returns the output tensors of a weight, stored name -> tensor, given the weight's name and its stored tensors' specification; {} to
+#: allocate new tensors, and None to do so for this weight alone, because the caller has to make room first.
+Room = Callable[[str, Mapping[str, Stored]], Mapping[str, Tensor] | None]
 
 
 class Codec:

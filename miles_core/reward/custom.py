@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -49,34 +49,37 @@ class UserFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_async:
             return self._await(*args, **kwargs)
-        with self._contain_errors():
+        with _Contained(self):
             return self.function(*args, **kwargs)
 
     async def _await(self, *args: Any, **kwargs: Any) -> Any:
-        with self._contain_errors():
+        with _Contained(self):
             return await self.function(*args, **kwargs)
 
-    @contextmanager
-    def _contain_errors(self) -> Iterator[None]:
-        """Context of a call. Converts exceptions that would end the program, or that an event loop or thread cannot propagate, to
-        DataError, and restores the working directory, because the run's paths are relative to it."""
+
+class _Contained(AbstractContextManager[None]):
+    """Context of a call. Converts exceptions that would end the program, or that an event loop or thread cannot propagate, to DataError,
+    and restores the working directory, because the run's paths are relative to it."""
+
+    def __init__(self, called: UserFunction) -> None:
+        self.called = called
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            yield
-        except StopIteration as error:
-            raise DataError("it raised StopIteration: give next(...) a default, or catch it") from error
-        except Exception:
-            raise
-        except BaseException as error:
-            if _ends_program(error, self.is_async):
-                raise
-            what = (
-                f"called sys.exit({error.code!r})"
-                if isinstance(error, SystemExit)
-                else f"raised {describe_error(error)}"
-            )
-            raise DataError(f"it {what}; raise an error instead, or return a result") from error
+            if error is not None and (what := _describe_escape(error, self.called.is_async)):
+                raise DataError(what) from error
         finally:
-            _return_to(self.home, f"{self.name} ({self.origin})")
+            _return_to(self.called.home, f"{self.called.name} ({self.called.origin})")
+
+
+def _describe_escape(error: BaseException, is_async: bool) -> str:
+    """Describe an exception that must not leave a call; "" for others."""
+    if isinstance(error, StopIteration):
+        return "it raised StopIteration: give next(...) a default, or catch it"
+    if isinstance(error, Exception) or _ends_program(error, is_async):
+        return ""
+    what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {describe_error(error)}"
+    return f"it {what}; raise an error instead, or return a result"
 
 
 def _ends_program(error: BaseException, is_async: bool) -> bool:

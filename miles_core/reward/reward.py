@@ -89,7 +89,8 @@ class RewardFunction:
 
     async def __call__(self, args: Any, scored: Any) -> Any:
         loop = asyncio.get_running_loop()
-        async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
+        limit = self._limits.get(loop) or self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency))
+        async with limit:
             if self._pool is not None:
                 return await loop.run_in_executor(self._pool, self.function, args, scored)
             return await self.function(args, scored)
@@ -134,6 +135,9 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
     samples = list(samples)
     if reward.scope == "group":
         await _score_group(samples, reward, args)
+        return
+    if len(samples) == 1:
+        await _score_one(samples[0], reward, args)
         return
     tasks = [asyncio.ensure_future(_score_one(sample, reward, args)) for sample in samples]
     try:

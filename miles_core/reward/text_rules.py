@@ -17,7 +17,8 @@ from miles_core.data.sample import Sample
 from miles_core.reward.labels import answers_of, is_match, text_of
 from miles_core.reward.reward import compares_label
 
-BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+#: A brace, or the begin of a box. ``\framebox`` is ``\fbox`` with an optional width and position.
+BRACES = re.compile(r"\\(?:boxed|fbox|framebox(?:\s*\[[^][{}]{0,40}\]){0,2})\s*\{|\\[{}]|[{}]")
 Rule = Callable[[str | None, Any], float]
 Reward = Callable[[Any, Sample], Awaitable[float]]
 
@@ -50,8 +51,8 @@ def find_answer(response: str | None) -> str:
 
 
 def find_boxes(text: str) -> list[tuple[int, int, int]]:
-    r"""Return every complete ``\boxed{...}`` or ``\fbox{...}``, with braces nested to any depth: positions of the command, and of the start
-    and end of the content, in the order of the starts.
+    r"""Return every complete ``\boxed{...}``, ``\fbox{...}`` or ``\framebox{...}``, with braces nested to any depth: positions of the
+    command, and of the start and end of the content, in the order of the starts.
 
     ``\{`` and ``\}`` are part of the content and do not count as braces. An unclosed box is ignored.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.schedule import Position
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 Group = list[Sample]
 Rollout = Callable[[int], Awaitable[list[Group]]]
-Score = Callable[[list[Sample]], Awaitable[None]]
 
 
 #: Interval in seconds at which a stop request is checked while no group finishes (a slow tool, a slow judge).
@@ -227,25 +226,37 @@ class Collector:
             )
 
 
-def make_score(run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardFunction]) -> Score:
-    """Return the function that rewards the samples of a group.
+class Scorer:
+    """Rewards samples.
 
     Args:
         run: provides the policies and the options that reward functions receive.
         reward: the reward function of all samples.
         reward_of: policy name -> the reward function of its samples; empty if ``reward`` scores all.
+
+    Attributes:
+        by_sample: whether samples of a group may be scored separately.
     """
-    options = run.config.args
 
-    async def score_all(samples: list[Sample]) -> None:
-        if not reward_of:
-            await score(samples, reward, copy(options))
+    def __init__(self, run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardFunction]) -> None:
+        self.run, self.reward, self.reward_of = run, reward, reward_of
+        self.by_sample = all(function.scope == "sample" for function in (reward_of.values() if reward_of else [reward]))
+        self._options = run.config.args
+
+    async def __call__(self, samples: list[Sample]) -> None:
+        """Set the rewards of samples of one group, of all of them unless ``by_sample``."""
+        if not self.reward_of:
+            await score(samples, self.reward, self._copy_options())
             return
-        for policy in run.policies:
-            if policy.role == "train" and (mine := run.select_policy(policy, [samples])):
-                await score(mine, reward_of[policy.name], copy(options))
+        for policy in self.run.policies:
+            if policy.role == "train" and (mine := self.run.select_policy(policy, [samples])):
+                await score(mine, self.reward_of[policy.name], self._copy_options())
 
-    return score_all
+    def _copy_options(self) -> Namespace:
+        """Return the options, which a reward function may change, as an object of its own."""
+        copied = Namespace()
+        copied.__dict__.update(self._options.__dict__)
+        return copied
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
@@ -278,9 +289,10 @@ def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
     key = run.config.reward.reward_key
-    rewards = [s.reward_value(key) for s in samples]
+    of_groups = [[s.reward_value(key) for s in group] for group in groups]
+    rewards = [reward for own in of_groups for reward in own]
     lengths = [s.response_length for s in samples]
-    flat = [g for g in groups if len({s.reward_value(key) for s in g}) == 1]
+    flat = [own for own in of_groups if len(set(own)) == 1]
     high, low = max(rewards), min(rewards)
     return {
         "reward/mean": statistics.fmean(rewards),

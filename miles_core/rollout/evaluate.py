@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.collect import by_policy, reward_parts
-from miles_core.rollout.generate import FIRST_EVALUATION
+from miles_core.rollout.keys import FIRST_EVALUATION
 from miles_core.rollout.queue import Prompt
 
 if TYPE_CHECKING:

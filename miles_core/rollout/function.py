@@ -14,9 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles_core.chat.media_parts import attach_media, take_media
 from miles_core.chat.renderer import Message, Renderer
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.column import TOKENS, Column, as_column
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, PluginError, describe
 from miles_core.rollout.continuation import merge_sampling
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
 
 
-#: ``(tokens, sampling, policy) -> response``. The call reserves its request key immediately; the response is awaited.
-Generation = Callable[[list[int], Sampling, str], Awaitable[Response]]
+#: ``(tokens, sampling, policy, media) -> response``. The call reserves its request key immediately; the response is awaited.
+Generation = Callable[[list[int], Sampling, str, tuple[Media, ...]], Awaitable[Response]]
 
 
 class GenerationClient:
@@ -56,7 +58,7 @@ class GenerationClient:
         learns: Callable[[str], bool] = lambda policy: True,
     ) -> None:
         self._sample, self._generation, self._renderer = sample, generation, renderer
-        self._prompt = sample.tokens[:]
+        self._prompt, self._media = sample.tokens[:], sample.media
         self.sample, self.policy, self.sampling, self.tokenizer = sample.index, policy, sampling, tokenizer
         self.transcript = Transcript(sample.index, decode, learns)
         self.metrics: dict[str, float] = {}
@@ -86,18 +88,20 @@ class GenerationClient:
         tools: Sequence[Any] | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         policy: str = "",
+        media: Sequence[Media] | None = None,
     ) -> Awaitable[Turn]:
         """Request a response from an engine; the returned turn is added to ``transcript``.
 
         Args:
-            tokens: with ``after``, the token ids that follow that turn; otherwise all token ids from the beginning. In that case
-                they continue the longest recorded turn that is a prefix of them, or start a new branch. If ``tokens`` and
-                ``messages`` are both None, the request is the sample's prompt.
+            tokens: the token ids that follow ``after``; without it, all token ids from the beginning: they continue the longest recorded turn
+                that is a prefix of them, or start a new branch. Without tokens and messages, the request is the sample's prompt.
             messages: chat messages instead of token ids, rendered with the model's chat template.
             after: the turn to continue.
             tools: tool schemas for the chat template.
             sampling: entries that override ``self.sampling``.
             policy: name of the policy that generates; "" for the default policy.
+            media: media of the placeholders in ``tokens``, in order. By default those in the parts of ``messages``, otherwise those of the
+                sample's prompt or of the turn that the request continues.
 
         Raises:
             CannotExtend: the chat template cannot append these messages to the turn (see ``Renderer.extend``); pass all messages
@@ -110,6 +114,9 @@ class GenerationClient:
             raise DataError("ask takes token ids, not text: ask.tokenizer.encode(text)")
         chosen = merge_sampling(sampling, self.sampling)
         if messages is not None:
+            media = take_media(messages)[1]
+            if after is None and not media:
+                messages, media = attach_media(messages, self._media), self._media
             tokens = self._render(messages, after, tools)
         elif tokens is None:
             if after is not None:
@@ -118,11 +125,19 @@ class GenerationClient:
         elif after is not None:
             tokens = after.tokens + tokens
         parent = after if after is not None else self.transcript.find(tokens)
-        whole = as_column(tokens, TOKENS)
-        policy = policy or self.policy
-        return self._record(parent, whole, policy, self._generation(whole, chosen, policy))
+        whole, policy = as_column(tokens, TOKENS), policy or self.policy
+        held = self._media_of(parent, after, media)
+        return self._record(parent, whole, policy, held, self._generation(whole, chosen, policy, held))
 
-    async def _record(self, parent: Turn | None, tokens: Column, policy: str, answer: Awaitable[Response]) -> Turn:
+    def _media_of(self, parent: Turn | None, after: Turn | None, media: Sequence[Media] | None) -> tuple[Media, ...]:
+        """Return all media of a request that continues ``parent``; ``media`` are those of its tokens."""
+        if after is not None:
+            return (*after.media, *(media or ()))
+        return tuple(media) if media is not None else self._media if parent is None else parent.media
+
+    async def _record(
+        self, parent: Turn | None, tokens: Column, policy: str, media: tuple[Media, ...], answer: Awaitable[Response]
+    ) -> Turn:
         try:
             response = await answer
         except asyncio.CancelledError:
@@ -131,7 +146,7 @@ class GenerationClient:
         except Exception as error:
             self.failures.append(error)  # marks it as an error of the engine, not of the rollout function
             raise
-        return self.transcript.add(parent, tokens[parent.end if parent else 0 :], response, policy)
+        return self.transcript.add(parent, tokens[parent.end if parent else 0 :], response, policy, media)
 
     def _render(self, messages: Sequence[Message], after: Turn | None, tools: Sequence[Any] | None) -> list[int]:
         if after is None:

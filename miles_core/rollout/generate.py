@@ -1,10 +1,4 @@
-"""Generates the samples of a prompt: calls a rollout function, sends its requests to engines and records their responses.
-
-The key of a request seeds its random numbers and identifies it when it is aborted. A key is a 63-bit integer with two parts: the low 42
-bits hold the sample's number, the high bits hold the index of the call within the sample. The key of the first call therefore equals the
-sample's number. Samples of training, evaluation and verification are numbered from different offsets, so no two requests in flight share
-a key.
-"""
+"""Generates the samples of a prompt: calls a rollout function, sends its requests to engines and records their responses."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +20,7 @@ from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, describe
 from miles_core.plugin.boundary import Guard
-from miles_core.rollout.collect import Score
+from miles_core.rollout.collect import Scorer
 from miles_core.rollout.continuation import (
     can_continue,
     check_samples,
@@ -34,66 +29,15 @@ from miles_core.rollout.continuation import (
     partial_rollout,
 )
 from miles_core.rollout.function import GenerationClient, RolloutFunction, SingleTurn
+from miles_core.rollout.keys import RequestKeys
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
+from miles_core.rollout.transcript import add_response
 from miles_core.rollout.versions import mask_older
 from miles_core.text import describe_error
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
-
-_SAMPLE_BITS = 42
-#: Limits on the number of samples in a run and of engine calls per sample (keys are signed 64-bit integers).
-MAX_SAMPLES, MAX_CALLS = 1 << _SAMPLE_BITS, 1 << (63 - _SAMPLE_BITS)
-#: First number of evaluation samples: they share no random number with training samples.
-FIRST_EVALUATION = 1 << 40
-#: First number of samples that verify the weights.
-FIRST_PROBE = 1 << 41
-
-
-def request_key(sample: int, call: int) -> int:
-    """Return the key of an engine call.
-
-    Args:
-        sample: the sample's number, from 0.
-        call: index of the call within the sample, from 0. A request that continues an aborted one reuses its index.
-
-    Raises:
-        MilesError: an argument is out of range.
-    """
-    if not 0 <= sample < MAX_SAMPLES:
-        raise MilesError(
-            f"sample {sample} has no key for its random numbers: samples are numbered 0 to {MAX_SAMPLES - 1}"
-        )
-    if not 0 <= call < MAX_CALLS:
-        raise MilesError(
-            f"sample {sample} calls the engine more than {MAX_CALLS} times; end its generate function earlier"
-        )
-    return call << _SAMPLE_BITS | sample
-
-
-class RequestKeys:
-    """Numbers the engine calls of each sample, from its first call until ``forget``."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, int] = {}
-
-    def next(self, sample: int) -> int:
-        """Return the key of this sample's next call."""
-        call = self._calls.get(sample, 0)
-        key = request_key(sample, call)
-        self._calls[sample] = call + 1
-        return key
-
-    def keys_of(self, samples: Iterable[int]) -> list[int]:
-        """Return every key issued to these samples; the caller aborts these requests when it drops the samples."""
-        return [request_key(sample, call) for sample in samples for call in range(self._calls.get(sample, 0))]
-
-    def forget(self, samples: Iterable[int]) -> None:
-        """Reset the call count of these samples. A sample that is generated again starts from its first key."""
-        for sample in samples:
-            self._calls.pop(sample, None)
-
 
 #: The run stops after this many consecutive aborted responses from which a request cannot continue.
 FRUITLESS = 100
@@ -160,10 +104,10 @@ class EngineRequests:
         self,
         number: int,
         group: int,
-        media: tuple[Media, ...],
         tokens: Sequence[int],
         sampling: Sampling,
         policy: str,
+        media: tuple[Media, ...] = (),
     ) -> Awaitable[Response]:
         """Return the response to ``tokens`` of a sample, to be awaited. Its key follows from the order of these calls."""
         return self._complete(number, group, media, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
@@ -195,28 +139,22 @@ class EngineRequests:
         before each request is sent.
         """
         engine = self._engine(number, policy)
-        prefix = "engine" if len(self.engines) == 1 else f"{policy}/engine"
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            generated = join_columns(part.tokens for part in parts)
-            context, rest = tokens + generated, sampling
+            context, rest = tokens[:], sampling
             if parts:
+                generated = join_columns(part.tokens for part in parts)
+                context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
             request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
-            self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
-            response = await engine.generate(request)
-            self._check_response(request, response)
-            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
-            if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
-                response.finish = "length"
+            response = await self._send(engine, request)
             if response.finish == "abort" and not can_continue(response, request):
                 fruitless += 1
                 continue
             parts.append(response)
             cut_at_stop(parts, sampling.stop, self.run.fields, self.decode)
-            mixed = len({version for part in parts for _, version in part.weight_versions}) > 1
-            if mixed and not partial_rollout(self.run.config):
+            if _has_several_versions(parts) and not partial_rollout(self.run.config):
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
@@ -228,6 +166,20 @@ class EngineRequests:
             "see the engine's log"
         )
 
+    async def _send(self, engine: Engine, request: Request) -> Response:
+        """Send one request and check the response."""
+        self.run.hooks.on("on_request", run=self.run, policy=self.policies[request.policy], request=request)
+        start = time.perf_counter()
+        response = await engine.generate(request)
+        self.run.clock.record("engine request", start)
+        self._check_response(request, response)
+        if response.metrics:
+            prefix = "engine" if len(self.engines) == 1 else f"{request.policy}/engine"
+            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
+        if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
+            response.finish = "length"
+        return response
+
     def _count_unknown(self, response: Response) -> Response:
         """Count the ids that have no token in the tokenizer; returns the response."""
         tokens = response.tokens
@@ -238,12 +190,15 @@ class EngineRequests:
 
     def _check_response(self, request: Request, response: Any) -> None:
         """Check an engine's response; raises PluginError, which names the plugin that provides the engine."""
-        name = self.run.config.run.engine
-        guard = Guard(self.run.hooks.provider("engine", name), f"make_engine ({name})")
         if not isinstance(response, Response):
-            guard.accept(f"it returned {describe(response)}; expected a Response from Engine.generate")
-        fault = response.find_fault(request, self.vocabulary)
-        guard.accept(f"the response has {fault}" if fault else "")
+            self._guard.accept(f"it returned {describe(response)}; expected a Response from Engine.generate")
+        if fault := response.find_fault(request, self.vocabulary):
+            self._guard.accept(f"the response has {fault}")
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        name = self.run.config.run.engine
+        return Guard(self.run.hooks.provider("engine", name), f"make_engine ({name})")
 
     def _engine(self, number: int, policy: str) -> Engine:
         if policy not in self.engines:
@@ -251,6 +206,10 @@ class EngineRequests:
                 f"sample {number} asks the policy {policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
             )
         return self.engines[policy]
+
+
+def _has_several_versions(parts: Sequence[Response]) -> bool:
+    return len({version for part in parts for _, version in part.weight_versions}) > 1
 
 
 class Generator:
@@ -283,15 +242,14 @@ class Generator:
         """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
         number = sample.index
         name, function = self.functions.of(sample)
-        sample.policy = sample.policy or self.run.policy.name
-        client = self._client(sample)
+        if not sample.policy:
+            sample.policy = self.run.policy.name
         async with self._slots:
             if type(function) is SingleTurn:
-                samples = [await function(sample, client)]
+                samples = [await self._take_turn(sample)]
             else:
-                samples = await self._call_function(function, name, sample, client)
+                samples = await self._call_function(function, name, sample)
         for one in samples:
-            client.transcript.fill(one, self.run.fields)
             if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(one)
             one.validate(self.run.fields)
@@ -306,15 +264,20 @@ class Generator:
         self.requests.keys.forget(samples)
 
     def _client(self, sample: Sample) -> GenerationClient:
-        start = functools.partial(self.requests.start, sample.index, sample.group_index, sample.media)
+        start = functools.partial(self.requests.start, sample.index, sample.group_index)
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
         decode, learns = self.requests.decode, self._trains.__contains__
         return GenerationClient(sample, sample.policy, start, self.sampling, tokenizer, renderer, decode, learns)
 
-    async def _call_function(
-        self, function: RolloutFunction, name: str, sample: Sample, client: GenerationClient
-    ) -> list[Sample]:
-        """Call a rollout function, check the returned samples and count what it did; errors name the function and the sample."""
+    async def _take_turn(self, sample: Sample) -> Sample:
+        """Generate as ``SingleTurn`` does, without a transcript: most runs generate all samples here."""
+        number, group, tokens, media = sample.index, sample.group_index, sample.tokens, sample.media
+        response = await self.requests.start(number, group, tokens, self.sampling, sample.policy, media)
+        return add_response(sample, response, self.run.fields)
+
+    async def _call_function(self, function: RolloutFunction, name: str, sample: Sample) -> list[Sample]:
+        """Call a rollout function, check and complete the returned samples and count what it did; errors name the function and the sample."""
+        client = self._client(sample)
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
         if owner := self.run.hooks.provider("generate", name):
             label += f" of plugin {owner}"
@@ -332,7 +295,8 @@ class Generator:
         for one in samples:
             one.group_index, one.rollout_id = group, number
             one.policy = one.policy or client.policy
-            one.media = sample.media
+            turn = client.transcript.find(one.tokens)
+            one.media = sample.media if turn is None else turn.media
         counts = {
             "rollout/turns": len(client.transcript.turns),
             "rollout/branches": client.transcript.branches,
@@ -340,6 +304,8 @@ class Generator:
             "rollout/failed": any(sample.status is Status.FAILED for sample in samples),
         }
         add(self.answers, {name: (float(value), 1.0) for name, value in (counts | client.metrics).items()})
+        for one in samples:
+            client.transcript.fill(one, self.run.fields)
         return samples
 
 
@@ -348,10 +314,10 @@ class LocalProducer(Producer):
 
     Args:
         run, engines, functions: see ``Generator``.
-        score: rewards the samples of a group.
+        score: rewards samples, each as soon as it is generated if the reward functions score single samples.
     """
 
-    def __init__(self, run: Run, engines: Mapping[str, Engine], functions: Functions, score: Score) -> None:
+    def __init__(self, run: Run, engines: Mapping[str, Engine], functions: Functions, score: Scorer) -> None:
         super().__init__()
         self.engines, self.functions, self.score = engines, functions, score
         self.training = Generator(run, engines, training_sampling(run.config), functions, self.answers)
@@ -370,11 +336,30 @@ class LocalProducer(Producer):
 
     async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
         generator = self.evaluating if evaluation else self.training
-        group = [s for made in await asyncio.gather(*map(generator.generate, samples)) for s in made]
-        usable = [s for s in group if s.status is not Status.FAILED]
-        if evaluation or not any(s.status is Status.ABORTED for s in usable):
-            await self.score(usable)
+        generate = (
+            functools.partial(self._generate_scored, generator, evaluation)
+            if self.score.by_sample
+            else generator.generate
+        )
+        tasks = [asyncio.create_task(generate(sample)) for sample in samples]
+        try:
+            group = [s for made in await asyncio.gather(*tasks) for s in made]
+        finally:
+            if left := [task for task in tasks if task.cancel()]:  # those that are not done
+                await asyncio.gather(*left, return_exceptions=True)
+        if not self.score.by_sample:
+            await self._score(group, evaluation)
         return group
+
+    async def _generate_scored(self, generator: Generator, evaluation: bool, sample: Sample) -> list[Sample]:
+        made = await generator.generate(sample)
+        await self._score(made, evaluation)
+        return made
+
+    async def _score(self, samples: list[Sample], evaluation: bool) -> None:
+        usable = [s for s in samples if s.status is not Status.FAILED]
+        if usable and (evaluation or not any(s.status is Status.ABORTED for s in usable)):
+            await self.score(usable)
 
     async def abort(self, samples: Collection[int]) -> None:
         await self.training.abort(samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from base64 import b64decode, b64encode
 from collections import deque
@@ -232,19 +231,16 @@ class Prompt:
 
     def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""
-        return [
-            Sample(
-                prompt=copy.deepcopy(self.text),
-                tokens=self.tokens[:],
-                label=self.label,
-                metadata=copy.deepcopy(self.metadata),
-                group_index=self.group_index,
-                index=index,
-                policy=self.policy,
-                media=self.media,
-            )
-            for index in self.indexes(count)
-        ]
+        pending = Sample(
+            prompt=self.text,
+            tokens=self.tokens,
+            label=self.label,
+            metadata=self.metadata,
+            group_index=self.group_index,
+            policy=self.policy,
+            media=self.media,
+        )
+        return [pending.copy_pending(index) for index in self.indexes(count)]
 
     def indexes(self, count: int) -> range:
         """Return the indexes of the ``count`` samples of this prompt."""

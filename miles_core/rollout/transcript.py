@@ -18,6 +18,7 @@ import numpy as np
 from miles_core.contracts.engine import Response
 from miles_core.data.column import MASK, TOKENS, Column, as_column, join_columns
 from miles_core.data.field import Field
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status, rows
 from miles_core.errors import DataError
 from miles_core.rollout.continuation import first_tokens
@@ -35,6 +36,7 @@ class Turn:
         response: the engine's response: tokens, log-probs, versions, recorded fields.
         policy: name of the policy that generated the response.
         start: number of tokens before the response.
+        media: the media of all tokens before the response, those of ``parent`` included.
         children: the turns that continue this one.
         discarded: no sample ends with this turn (a superseded retry).
     """
@@ -44,6 +46,7 @@ class Turn:
     response: Response
     policy: str
     start: int
+    media: tuple[Media, ...] = ()
     children: list[Turn] = field(default_factory=list, repr=False)
     discarded: bool = False
 
@@ -108,7 +111,14 @@ class Transcript:
             level = [child for turn in inside for child in turn.children]
         return deepest
 
-    def add(self, parent: Turn | None, prompt: Sequence[int], response: Response, policy: str) -> Turn:
+    def add(
+        self,
+        parent: Turn | None,
+        prompt: Sequence[int],
+        response: Response,
+        policy: str,
+        media: tuple[Media, ...] = (),
+    ) -> Turn:
         """Record the response to ``parent``'s tokens followed by ``prompt``.
 
         Raises:
@@ -119,7 +129,8 @@ class Transcript:
                 f"sample {self.sample}: the engine returned {len(response.log_probs)} log-probabilities for "
                 f"{len(response.tokens)} tokens; the log-probability of a token is unknown, so the sample cannot be used"
             )
-        turn = Turn(parent, as_column(prompt, TOKENS), response, policy, (parent.end if parent else 0) + len(prompt))
+        start = (parent.end if parent else 0) + len(prompt)
+        turn = Turn(parent, as_column(prompt, TOKENS), response, policy, start, media)
         self.turns.append(turn)
         (parent.children if parent else self.roots).append(turn)
         return turn
@@ -137,7 +148,7 @@ class Transcript:
         turn.discarded = True
         kept = first_tokens(turn.response, count, declared)
         kept.text = self.decode(kept.tokens)
-        return self.add(turn.parent, turn.prompt, kept, turn.policy)
+        return self.add(turn.parent, turn.prompt, kept, turn.policy, turn.media)
 
     def samples(self, sample: Sample, leaves: Iterable[Turn] | None = None) -> list[Sample]:
         """Make samples of the paths to ``leaves`` (default ``self.leaves``), as copies of ``sample`` with the path's tokens.
@@ -158,7 +169,7 @@ class Transcript:
 
     def _sample(self, like: Sample, path: list[Turn], policy: str, own: list[Turn]) -> Sample:
         one = copy.deepcopy(like)
-        one.tokens, one.policy = path[-1].tokens, policy
+        one.tokens, one.policy, one.media = path[-1].tokens, policy, path[-1].media
         first = len(path[0].prompt)
         one.response_length = len(one.tokens) - first
         one.response = self.decode(one.tokens[first:])
@@ -262,6 +273,23 @@ class Transcript:
             )  # the sample dropped the first token
             if not covered[turn.start : turn.start + (count or shifted)].all():
                 raise DataError(_describe_cut(sample, turn, count))
+
+
+def add_response(sample: Sample, response: Response, declared: Sequence[Field]) -> Sample:
+    """Complete a pending sample, which is its prompt, with a whole response: the result of ``fill`` for a sample of one turn."""
+    prompt = sample.tokens
+    sample.tokens, sample.response_length, sample.response = (
+        prompt + response.tokens,
+        len(response.tokens),
+        response.text,
+    )
+    sample.rollout_log_probs, sample.status = response.log_probs[:], _STATUS[response.finish]
+    sample.weight_versions = [(len(prompt) + i, version) for i, version in response.weight_versions]
+    for spec in declared:
+        if response.extras.get(spec.name) is not None:
+            turn = Turn(None, prompt, response, sample.policy, len(prompt))
+            sample.fields[spec.name] = _assemble(spec, sample, [turn])
+    return sample
 
 
 def _common_prefix(one: Sequence[int], two: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step
 from miles_core.contracts.run import Run
 from miles_core.redact import redact
+from miles_core.text import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -74,4 +75,11 @@ def record_ending(run: Run, why: str) -> Ending:
     )
     with suppress(OSError):  # a full disk may be the reason for the end
         (run.directory / ENDING).write_text(json.dumps({**asdict(found), "time": time.time()}), encoding="utf-8")
+    for function in run.at_end:
+        try:
+            function(found.step, found.why)
+        except Exception as error:
+            log.warning(
+                "%s at the end of the run: %s", getattr(function, "__qualname__", function), describe_error(error)
+            )
     return found

@@ -17,7 +17,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import is_async
 from miles_core.reward.reward import RewardFunction, load_reward
-from miles_core.rollout.collect import Collector, make_score
+from miles_core.rollout.collect import Collector, Scorer
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
@@ -26,6 +26,7 @@ from miles_core.rollout.generate import Functions, LocalProducer
 from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
+from miles_core.run.metadata_check import MetadataCheck
 from miles_core.run.problems import Problems
 from miles_core.run.warm_start import supervised_samples
 
@@ -108,10 +109,16 @@ class Inputs:
             self.code.check_reward_key(run)
         self._check_row = compare if config.data.label_key else None
         sets = [("--prompt-data", self.prompts), *(("--eval-prompt-data", rows) for rows in self.held_out.values())]
+        metadata, before = MetadataCheck(), len(problems.messages)
         for flag, rows in sets:
             with problems():
                 if isinstance(rows, Prompts):
-                    examine(rows, run.render, config, limits, flag, self._check_row)
+                    examine(rows, run.render, config, limits, flag, metadata.counting(self._check_row))
+        every = not self._from_plugins and all(isinstance(rows, Prompts) and rows.examined for _, rows in sets)
+        if every and len(problems.messages) == before:
+            for message in metadata.find_unused(config):
+                with problems():
+                    raise ConfigError(message)
         with problems():
             if self.pairs is not None:
                 self.supervised = supervised_samples(run, self.pairs, limits)
@@ -230,7 +237,7 @@ class RolloutCode:
     def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
         """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""
         assert self.reward is not None and self.functions is not None  # set by the constructor or ``make``
-        return LocalProducer(run, engines, self.functions, make_score(run, self.reward, self.reward_of))
+        return LocalProducer(run, engines, self.functions, Scorer(run, self.reward, self.reward_of))
 
 
 def _label_check(run: Run, name: str | None) -> Callable[[Row], None] | None:

@@ -38,6 +38,14 @@ class SampleSink(Sink, Protocol):
         """Delete the samples of all steps after ``step``."""
 
 
+@runtime_checkable
+class HintSink(Sink, Protocol):
+    """A sink that also receives hints."""
+
+    def write_hint(self, step: int, hint: str) -> None:
+        """Receive a hint, the line that the log shows. Must not block."""
+
+
 class RunLog:
     """Distributes the metrics and samples of a run to their outputs.
 
@@ -50,6 +58,7 @@ class RunLog:
     def __init__(self, metrics: MetricLog, progress: Progress, hints: Hints) -> None:
         self.metrics, self.progress = metrics, progress
         self.sample_sinks = [sink for sink in metrics.sinks if isinstance(sink, SampleSink)]
+        self.hint_sinks = [sink for sink in metrics.sinks if isinstance(sink, HintSink)]
         self.hints = hints
         self._runtime: Runtime | None = None
 
@@ -89,6 +98,8 @@ class RunLog:
         self.progress.step(finite, done=step)
         for hint in self.hints.of(metrics, step):
             log.warning("%s", hint)
+            for sink in self.hint_sinks:
+                sink.write_hint(step, str(hint))
 
     async def record_trained(self, step: int, samples: TrainedSamples) -> None:
         """Store the samples that ``step`` trained on."""

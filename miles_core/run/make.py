@@ -41,6 +41,8 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
     )
     if config.data.media:
         run.render.media = run.hooks.make("media", run.hooks.find_provided("media")[0], run=run)
+        if run.render.renderer is not None:
+            run.render.renderer.expand = run.render.media
     return run
 
 

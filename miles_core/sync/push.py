@@ -7,12 +7,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from miles_core.contracts.run import Policy, Run, StateKey
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.codec import Codec
+from miles_core.precision.format import Stored
 from miles_core.precision.schedule import PLAIN, precisions
 
 if TYPE_CHECKING:
@@ -100,6 +103,9 @@ class CopyTransport(Transport):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor] | None:
+        return self.engine.reserve(name, stored)
 
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
         started, nbytes, tensors = time.perf_counter(), 0, 0

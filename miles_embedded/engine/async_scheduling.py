@@ -19,7 +19,7 @@ from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine.graphs import Graphs, check_gap
-from miles_embedded.engine.row import Row
+from miles_embedded.engine.row import Row, slots_of
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
@@ -60,24 +60,49 @@ class Launched(Generic[S]):
     """A step in flight.
 
     Attributes:
-        rows: rows of the batch, in slot order.
+        rows: number of rows of the batch.
         shape: which variant of the step runs.
         results: host buffer for the batch's results; valid once ``event`` has passed.
         event: end of the copy to the host; None without a GPU.
-        waiting: rows that still need the result, with their index in the batch.
+        places: [slots] index in the batch of the row that is now in each slot, -1 for one that left. Rows in further slots joined later.
     """
 
-    rows: list[Row]
+    rows: int
     shape: S
     results: Tensor
     event: torch.cuda.Event | None
-    waiting: dict[Row, int]
+    places: np.ndarray
 
     def wait(self) -> Tensor:
         """Wait for the results of the rows, [..., rows]."""
         if self.event is not None:
             self.event.synchronize()
-        return self.results[:, : len(self.rows)]
+        return self.results[:, : self.rows]
+
+    @property
+    def occupied(self) -> bool:
+        """Whether any row of the batch is still running."""
+        return int(self.places.max(initial=-1)) >= 0
+
+    def find(self, count: int) -> np.ndarray:
+        """Return the index in the batch of each of the first ``count`` rows, -1 for those that joined after the launch."""
+        if count <= len(self.places):
+            return self.places[:count]
+        return np.concatenate([self.places, np.full(count - len(self.places), -1)])
+
+    def covers(self, count: int) -> bool:
+        """Whether the batch contains all of the first ``count`` rows."""
+        return len(self.places) >= count and int(self.places[:count].min(initial=0)) >= 0
+
+    def leave(self, slots: np.ndarray) -> None:
+        """Drop the rows in these slots."""
+        self.places[slots[slots < len(self.places)]] = -1
+
+    def move(self, where: np.ndarray, sources: np.ndarray, count: int) -> None:
+        """Move rows from slots ``sources`` to ``where``; ``count`` rows remain."""
+        self.places = self.find(max(len(self.places), int(sources.max(initial=-1)) + 1))
+        self.places[where] = self.places[sources]
+        self.places = self.places[:count]
 
 
 class AsyncScheduling(ABC, Generic[S]):
@@ -98,9 +123,10 @@ class AsyncScheduling(ABC, Generic[S]):
         self.engine, self.runner, self.used = engine, engine.runner, used
         self.batch: Any = batch
         self.graphs: Graphs[S] = Graphs(engine.runner, step, engine.weight_tensors)
-        on_gpu = self.runner.device.type == "cuda"
+        self._on_gpu = self.runner.device.type == "cuda"
         shape, dtype = batch.results.shape, batch.results.dtype
-        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=on_gpu) for _ in range(2)]
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []
         self._pending: Launched[S] | None = None
         self._compared = False
         self.refused = ""
@@ -112,20 +138,19 @@ class AsyncScheduling(ABC, Generic[S]):
     def leave(self, rows: Sequence[Row]) -> None:
         """Drop rows that left the cache from the step in flight."""
         if self._pending is not None:
-            for row in rows:
-                self._pending.waiting.pop(row, None)
+            self._pending.leave(slots_of(rows))
 
     def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
         """Move the state of rows whose slots moved because other rows left."""
         if self._pending is not None:
+            self._pending.move(where, sources, self.runner.cache.rows)
             self.batch.move(where, sources, self.runner.cache.rows)
 
     def settle(self) -> None:
         """Discard the step in flight; it will be computed again with the weights in place at that time."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            slots = np.fromiter((row.slot for row in pending.waiting), np.int64, len(pending.waiting))
-            self.runner.cache.own.lengths[slots] -= pending.shape.appended
+            self.runner.cache.own.lengths[np.flatnonzero(pending.places >= 0)] -= pending.shape.appended
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -163,7 +188,8 @@ class AsyncScheduling(ABC, Generic[S]):
     def _make_room(self, rows: list[Row], shape: S) -> None:
         own = self.runner.cache.own
         length = int(own.lengths[: len(rows)].max())
-        left = max(row.limit - len(row.tokens) for row in rows)
+        columns, now = self.engine.columns, slice(len(rows))
+        left = int((columns.limits[now] - columns.lengths[now]).max())
         # room for the step in flight and the one after it
         own.reserve(max(shape.rows, own.size), max(length + 2 * shape.reach, min(length + left + shape.reach, _ROOM)))
 
@@ -180,26 +206,27 @@ class AsyncScheduling(ABC, Generic[S]):
         host = self._hosts[0]
         host.copy_(self.batch.results, non_blocking=True)
         event = None
-        if host.is_pinned():
-            event = torch.cuda.Event()
+        if self._on_gpu:
+            self._events.reverse()
+            event = self._events[0]
             event.record()
-        return Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
+        return Launched(len(rows), shape, host, event, np.arange(len(rows)))
 
     def _check_gap(self, static: Tensor, plain: Tensor) -> None:
         """See ``graphs.check_gap``."""
         check_gap(self.engine.model, static, plain)
 
 
-def fill_rows(batch: StaticBatch, cache: Any, rows: Sequence[Row], *more: Sequence[int]) -> None:
-    """Copy the state of ``rows``, which are the first in ``cache``, to ``batch``; ``more``: values of its further integers."""
-    samplings = [row.request.sampling for row in rows]
-    slots = cache.prefix_of[: len(rows)]
+def fill_rows(batch: StaticBatch, engine: StepEngine, rows: Sequence[Row], *more: Sequence[int]) -> None:
+    """Copy the state of ``rows``, the first running rows of ``engine``, to ``batch``; ``more``: values of its further integers."""
+    cache, columns, now = engine.runner.cache, engine.columns, slice(len(rows))
+    slots = cache.prefix_of[now]
     batch.fill(
-        [row.tokens[-1] for row in rows],
-        cache.own.lengths[: len(rows)],
+        columns.last[now],
+        cache.own.lengths[now],
         slots,
         cache.prefixes.lengths[slots],
-        [row.request.key for row in rows],
-        [sampling.temperature for sampling in samplings],
+        columns.keys[now],
+        columns.temperatures[now],
         *more,
     )

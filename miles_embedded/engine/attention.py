@@ -19,7 +19,7 @@ from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.store import to_device
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask, same_block
 from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.model.states import Advance, LayerStates
 
@@ -93,10 +93,21 @@ class PromptCall:
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
         column = torch.arange(self.longest, device=q.device)
-        mask = options.sees(column[:, None], column)[None, None]
+        seen = options.sees(column[:, None], column, self._find_together(options))
+        mask = seen.view(-1, 1, self.longest, self.longest)
         if options.choice is not None:
             mask = mask & options.choice.masks
         return attend_padded(q, k, v, mask, scaling, q.shape[1] != k.shape[1], options)
+
+    def _find_together(self, options: AttentionOptions) -> Tensor | None:
+        """[sequences, longest, longest] whether two tokens are in one block; None without blocks."""
+        if options.blocks is None:
+            return None
+        blocks = self.pad(options.blocks)
+        if not self.even:
+            ends = to_device(np.asarray(self.lengths, np.int64), blocks.device)
+            blocks = blocks.masked_fill(torch.arange(self.longest, device=blocks.device) >= ends[:, None], -1)
+        return same_block(blocks[:, :, None], blocks[:, None])
 
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""

@@ -11,8 +11,8 @@ from miles_core.errors import CheckpointError
 from miles_core.precision.products import Products
 from miles_core.sync.push import make_codec
 from miles_embedded.engine.decoder import AsyncSteps, PlainDecoder
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.free_memory import check_free_memory
@@ -32,7 +32,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     if config.model.self_check:
         self_check(model)
     settings = Settings(
-        detokenize=detokenizer(run.tokenizer),
+        detokenize=Detokenizer(run.tokenizer),
         eos=end_tokens(model, run.tokenizer),
         seed=config.train.seed,
         max_running_requests=config.rollout.max_running_requests,

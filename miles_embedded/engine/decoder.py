@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from miles_embedded.engine import sampling as draw
@@ -62,8 +63,13 @@ class PlainDecoder(Decoder):
         emitted = engine.async_steps.step(rows)
         if emitted is not None:
             return emitted
-        logits = engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
+        logits = engine.forward(rows, last_tokens(engine, rows)).logits
         return engine.sample(logits, rows)
+
+
+def last_tokens(engine: StepEngine, rows: Sequence[Row]) -> list[list[int]]:
+    """Return the last token of each running row."""
+    return [[token] for token in engine.columns.last[: len(rows)].tolist()]
 
 
 def make_decoder() -> PlainDecoder:
@@ -79,17 +85,17 @@ class AsyncSteps(AsyncScheduling[Shape]):
         batch = StaticBatch(size, engine.runner.device)
         super().__init__(engine, used, batch, StaticStep(engine.runner, batch, engine.settings.seed))
 
-    def step(self, rows: list[Row]) -> Emitted | Sampled | None:
+    def step(self, rows: list[Row]) -> Sampled | None:
         """Advance all running rows by one token; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
-        if pending is None or not pending.waiting:
+        if pending is None or not pending.occupied:
             if not self.used or not self._make_ready(rows, first := self._shape(rows)):
                 return None
             if not first.draws:
                 return self._from_logits(rows, first)
             pending = self._launch(rows, first)
         # rows that joined since that launch are filled from the host
-        if len(pending.waiting) == len(rows) and (shape := self._next(pending, rows)) is not None:
+        if pending.covers(len(rows)) and (shape := self._next(pending, rows)) is not None:
             self._pending = self._launch(rows, shape)
         return self._read(pending, rows)
 
@@ -100,32 +106,33 @@ class AsyncSteps(AsyncScheduling[Shape]):
         return Shape(padded_rows(len(rows)), draws, mixed, frozenset(self.engine.recorded_fields()))
 
     def _fill(self, rows: list[Row]) -> None:
-        fill_rows(self.batch, self.runner.cache, rows)
+        fill_rows(self.batch, self.engine, rows)
 
     def _next(self, launched: Launched[Shape], rows: list[Row]) -> Shape | None:
         """The shape of the next step of ``rows``, the remaining rows of ``launched``. None where it must wait for the tokens of this step: a
         row would exceed the model's context or the cache's capacity, no row continues, or the step is not recorded."""
-        lengths = [len(row.tokens) + 1 for row in rows]
-        shape = replace(launched.shape, rows=padded_rows(len(rows)))
+        lengths = self.engine.columns.lengths[: len(rows)] + 1
+        count, shape = padded_rows(len(rows)), launched.shape
+        if shape.rows != count:
+            shape = replace(shape, rows=count)
         possible = (
-            max(lengths) < self.engine.max_context
-            and any(length < row.limit for length, row in zip(lengths, rows, strict=True))
+            int(lengths.max()) < self.engine.max_context
+            and bool((lengths < self.engine.columns.limits[: len(rows)]).any())
             and self._has_room(rows, shape)
         )
         if possible and not self.graphs.ready(shape) and launched.shape.rows <= 2 * shape.rows:
             shape = launched.shape  # of a few rows more
         return shape if possible and self.graphs.ready(shape) else None
 
-    def _read(self, launched: Launched[Shape], rows: Sequence[Row]) -> Emitted | Sampled:
-        """Wait for the step and return its tokens for ``rows``; empty lists for rows that joined after the launch."""
-        results = launched.wait()
-        drawn, log_probs = results[0].long().tolist(), results[1].tolist()
-        draw.check_finite(drawn, log_probs, self.runner.vocabulary)
-        places = [launched.waiting.get(row) for row in rows]
-        if None in places:
-            tokens = [[] if i is None else [drawn[i]] for i in places]
-            return Emitted(tokens, [[] if i is None else [log_probs[i]] for i in places])
-        return Sampled([drawn[i] for i in places], [log_probs[i] for i in places])  # type: ignore[index]
+    def _read(self, launched: Launched[Shape], rows: Sequence[Row]) -> Sampled:
+        """Wait for the step and return its tokens for ``rows``; -1 for rows that joined after the launch."""
+        results = launched.wait().numpy()
+        draw.check_finite(results[0], results[1], self.runner.vocabulary)
+        places = launched.find(len(rows))
+        tokens, log_probs = results[:, places]
+        tokens = tokens.astype(np.int64)
+        tokens[places < 0] = -1
+        return Sampled(tokens, log_probs)
 
     def _from_logits(self, rows: list[Row], shape: Shape) -> Sampled:
         """Run a step that returns logits and sample on the host, which truncated distributions (top-k, top-p) require."""
@@ -138,6 +145,6 @@ class AsyncSteps(AsyncScheduling[Shape]):
         self._fill(rows)
         self.graphs.prepare(shape)
         static = self.graphs.run(shape)[: len(rows)]
-        plain = self.engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
+        plain = self.engine.forward(rows, last_tokens(self.engine, rows)).logits
         self.runner.cache.own.lengths[: len(rows)] -= 1
         self._check_gap(static, plain)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.weight_unit import Encoded
-from miles_core.errors import MilesError, NonFiniteError
+from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
-from miles_core.precision.format import Format
+from miles_core.precision.format import Format, Stored
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling
@@ -28,8 +28,8 @@ from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.row import Row, parameters_of, slots_of, uniform_of
-from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
+from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
+from miles_embedded.engine.runner import ForwardResult, Runner, check_lengths, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.step import StepEngine
@@ -40,6 +40,7 @@ from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
 from miles_embedded.model.views import Loader
+from miles_embedded.model.vision import Item
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -50,14 +51,15 @@ class EmbeddedEngine(Engine, StepEngine):
     capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings, decoder: Decoder | None = None) -> None:
-        self.model, self.settings = model, settings
-        self.decoder = decoder or PlainDecoder()
+        self.model, self.settings, self.decoder = model, settings, decoder or PlainDecoder()
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype, settings.processor)
         vocabulary = text_configuration(model).vocab_size
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
+        self.columns = self.scheduler.columns
         self.rows: list[Row] = []
+        self._abandoned: list[Row] = []
         self._joining: list[Row] = []
         self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
         self._paused, self._stopped = False, False
@@ -94,18 +96,20 @@ class EmbeddedEngine(Engine, StepEngine):
         row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
         self.scheduler.waiting.append(row)
         self._wake()
-        return await row.future
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._abandoned.append(row)
+            raise
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        for i, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= self.max_context:
-                raise MilesError(
-                    f"sequence {i} to score has {len(sequence)} tokens; it must have 1 to {self.max_context}"
-                )
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
+    ) -> list[np.ndarray]:
+        check_lengths(sequences, self.max_context)
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
             self._weights.check()
-            scored = self.runner.score([sequences[i] for i in chunk], temperature)
+            scored = self.runner.score([sequences[i] for i in chunk], temperature, [media[i] for i in chunk if media])
             results.update(zip(chunk, scored, strict=True))
             await asyncio.sleep(0)
         return [results[i] for i in range(len(sequences))]
@@ -113,6 +117,9 @@ class EmbeddedEngine(Engine, StepEngine):
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         self._require_idle("update_weights")
         self._weights.update(units, version)
+
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
+        return self._weights.inputs.reserve(name)
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         self._require_idle("share_weights")
@@ -139,7 +146,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._finish([row for row in meant if row.slot >= 0], "abort")
         for row in waiting:
             self.scheduler.waiting.remove(row)
-            self.scheduler.respond(row, "abort", row.saved)
+        self.scheduler.respond(waiting, "abort", [row.saved for row in waiting])
 
     async def resume(self) -> None:
         self._paused = False
@@ -214,8 +221,8 @@ class EmbeddedEngine(Engine, StepEngine):
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
     ) -> draw.Sampled:
-        params, keys, recording = self._parameters(rows)
-        u = uniform_of(self.settings.seed, rows, keys, positions, stream)
+        params, _, recording = self._parameters(rows)
+        u = self.uniform(rows, positions, stream)
         return draw.sample(logits, params, u, recording, operations_of(self.model).log_softmax)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
@@ -234,7 +241,9 @@ class EmbeddedEngine(Engine, StepEngine):
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
-        return uniform_of(self.settings.seed, rows, keys, positions, stream)
+        if positions is None:
+            positions = torch.from_numpy(self.columns.lengths[slots_of(rows)]).to(keys.device)
+        return draw.uniform(self.settings.seed, keys, positions, stream)
 
     def _wake(self) -> None:
         if not self._paused and (self._task is None or self._task.done()):
@@ -253,7 +262,8 @@ class EmbeddedEngine(Engine, StepEngine):
     @torch.no_grad()
     def _step(self) -> None:
         self._weights.check()
-        self._leave([row for row in self.rows if row.future.done()])
+        gone, self._abandoned = self._abandoned, []
+        self._leave([row for row in gone if row.slot >= 0])
         try:
             with self._weights.packs.activate():
                 self._admit()
@@ -276,31 +286,34 @@ class EmbeddedEngine(Engine, StepEngine):
             self._join(self._joining)
             self._joining = []
         # The next token of these rows uses other rotary frequencies than the cached keys: recompute all of their tokens.
-        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
-        if grown:
-            self._retract(grown, recompute=True)
+        lengths, switch = self.columns.lengths[: len(self.rows)], self.runner.switch
+        if switch and len(grown := np.flatnonzero(lengths == switch + 1)):
+            self._retract([self.rows[slot] for slot in grown], recompute=True)
             self._admit()
 
     def _join(self, joining: list[Row]) -> None:
+        starts = [row.start for row in joining]
         wanted: dict[Key, set[str]] = {}
-        for row in joining:
-            wanted.setdefault(row.start, set()).update(row.fields)
+        for row, start in zip(joining, starts, strict=True):
+            wanted.setdefault(start, set()).update(row.fields)
         computed = partial(self.decoder.prompts, self) if self.decoder.reads_prompts else None
         found = self._prefixes.compute(wanted, computed)
-        for row in joining:
-            if lacking := row.fields - found[row.start].fields:
+        pairs = [(row, found[start]) for row, start in zip(joining, starts, strict=True)]
+        for row, prefix in pairs:
+            if lacking := row.fields - prefix.fields:
                 row.future.set_exception(missing_fields_error(lacking))
-        joining = [row for row in joining if not row.future.done()]
-        if not joining:
+        pairs = [(row, prefix) for row, prefix in pairs if not row.future.done()]
+        if not pairs:
             return
-        prefixes = [found[row.start] for row in joining]
-        slots = self.runner.cache.add_rows([p.slot for p in prefixes])
-        for row, slot in zip(joining, slots.tolist(), strict=True):
-            row.slot, row.offset = slot, found[row.start].offset
+        slots = self.runner.cache.add_rows([prefix.slot for _, prefix in pairs])
+        for (row, prefix), slot in zip(pairs, slots.tolist(), strict=True):
+            row.slot, row.offset = slot, prefix.offset
+        joining = [row for row, _ in pairs]
         self.rows += joining
+        self.columns.join(joining)
         self._invalidate_batch()
-        self.decoder.join(self, joining, [p.hidden for p in prefixes])
-        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.recompute or not r.log_probs])
+        self.decoder.join(self, joining, [prefix.hidden for _, prefix in pairs])
+        self._first_tokens([(row, prefix) for row, prefix in pairs if row.recompute or not row.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
         """Sample the first token after the prefixes; logits are computed once per shared prefix."""
@@ -319,24 +332,9 @@ class EmbeddedEngine(Engine, StepEngine):
         if not rows:
             return
         rows = list(rows)
-        extras = self._extras(rows)
+        extras = recorded_rows(self.runner, self.recorded_fields(), rows)
         self._leave(rows)
-        for row, own in zip(rows, extras, strict=True):
-            self.scheduler.respond(row, finish or row.finish, own)
-
-    def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = [{} for _ in rows]
-        for name in self.recorded_fields():
-            asking = [i for i, row in enumerate(rows) if name in row.request.extras]
-            if not asking:
-                continue
-            recorded = self.runner.fields(slots_of([rows[i] for i in asking]), name)
-            for i, fresh in zip(asking, recorded, strict=True):
-                row = rows[i]
-                old = row.saved.get(name)
-                full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
-                out[i][name] = full[: len(row.tokens) - 1]
-        return out
+        self.scheduler.respond(rows, finish, extras)
 
     def _leave(self, rows: Sequence[Row]) -> None:
         """Remove rows from the batch and the cache."""
@@ -344,16 +342,18 @@ class EmbeddedEngine(Engine, StepEngine):
             return
         self.decoder.leave(rows)
         self.async_steps.leave(rows)
+        self.columns.leave(rows)
         where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
+        self.columns.move(where, sources, self.runner.cache.rows)
         self.async_steps.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 
     def _retract(self, rows: list[Row], recompute: bool = False) -> None:
-        for row, saved in zip(rows, self._extras(rows), strict=True):
+        for row, saved in zip(rows, recorded_rows(self.runner, self.recorded_fields(), rows), strict=True):
             row.saved, row.recompute = saved, recompute
         self._leave(rows)
         self.scheduler.waiting.extendleft(reversed(rows))
@@ -362,6 +362,7 @@ class EmbeddedEngine(Engine, StepEngine):
         rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
         self.async_steps.leave(self.rows)
+        self.columns.clear(self.rows)
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()
@@ -392,8 +393,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._batch = self._names = None
 
     def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:
-        if rows is not self.rows:
-            return parameters_of(rows, self.runner.device)
-        if self._batch is None:
-            self._batch = parameters_of(rows, self.runner.device)
-        return self._batch
+        kept = self._batch if rows is self.rows else None
+        found = parameters_of(rows, self.runner.device) if kept is None else kept
+        self._batch = found if rows is self.rows else self._batch
+        return found

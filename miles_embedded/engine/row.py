@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from miles_core.contracts.engine import Request, Response
+from miles_core.data.column import FLOATS, TOKENS, Column
 from miles_core.data.field import SAMPLING_SUPPORT
+from miles_embedded.engine.detokenizer import Decode
 from miles_embedded.engine.prefixes import Key
-from miles_embedded.engine.sampling import Params, params_of, uniform
+from miles_embedded.engine.runner import Runner
+from miles_embedded.engine.sampling import Params, params_of
 
-Decode = Callable[[list[int]], str]
+
+class Reader(Protocol):
+    """Holds tokens that rows have not read yet, see ``RowColumns``."""
+
+    def read(self, row: Row) -> None:
+        """Append the tokens of a row that it has not read yet to the row."""
 
 
 @dataclass(eq=False)
@@ -23,11 +32,10 @@ class Row:
     """A request in the engine.
 
     Attributes:
-        tokens: prompt and response so far; the last token is not cached yet.
         prompt_length: number of prompt tokens.
         limit: total length at which generation stops, from the token budget and the context.
         stops: token ids that end the response.
-        log_probs, versions, supports, capped: of the response, see ``Response`` and ``Emitted``.
+        versions, supports, capped: of the response, see ``Response`` and ``Emitted``.
         version: version of the weights that generated the last token, None before the first one.
         saved: recorded fields of tokens that left the cache; they take precedence when these tokens are computed again.
         slot: cache slot, -1 outside the cache.
@@ -37,15 +45,14 @@ class Row:
         offset: difference between position and index of the tokens after the prompt; not 0 for prompts with images in some families.
         metrics: numbers that the decoder adds to the response.
         finish: reason why the row ended, "" while it runs.
+        columns: of the running rows, while this is one of them.
     """
 
     request: Request
     future: asyncio.Future[Response]
-    tokens: list[int]
     prompt_length: int
     limit: int
     stops: frozenset[int]
-    log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     version: int | None = None
     supports: list[np.ndarray] = field(default_factory=list)
@@ -57,10 +64,26 @@ class Row:
     text: StopText | None = None
     offset: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    columns: Reader | None = None
 
     def __post_init__(self) -> None:
+        self._tokens, self._log_probs = Column(TOKENS, self.request.tokens), Column(FLOATS)
         self.fields = self.request.extras - {SAMPLING_SUPPORT.name}
         self.records_support = self.request.sampling.truncated and SAMPLING_SUPPORT.name in self.request.extras
+
+    @property
+    def tokens(self) -> Column:
+        """Prompt and response so far; the last token is not cached yet."""
+        if self.columns is not None:
+            self.columns.read(self)
+        return self._tokens
+
+    @property
+    def log_probs(self) -> Column:
+        """Log-probabilities of the response so far, see ``Response``."""
+        if self.columns is not None:
+            self.columns.read(self)
+        return self._log_probs
 
     @property
     def start(self) -> Key:
@@ -69,22 +92,32 @@ class Row:
         return Key(tuple(tokens), self.request.media)
 
     @property
-    def response(self) -> list[int]:
+    def response(self) -> Column:
         """Tokens generated so far."""
-        return self.tokens[self.prompt_length :]
+        response: Column = self.tokens[self.prompt_length :]
+        return response
 
     def begin_version(self, version: int) -> None:
         """Note that the next tokens are generated with weights of ``version``."""
         self.version = version
         self.versions.append((len(self.tokens) - self.prompt_length, version))
 
+    def append_bytes(self, tokens: bytes, log_probs: bytes) -> None:
+        """Append generated tokens, int32, and their log-probabilities, float64."""
+        self._tokens.frombytes(tokens)
+        self._log_probs.frombytes(log_probs)
+
     def add(self, token: int, log_prob: float) -> bool:
-        """Append a generated token; returns whether the row ended, and sets ``finish`` then. Called for every token of a step."""
+        """Append a generated token; returns whether the row ended, see ``ends``."""
         self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        self._log_probs.append(log_prob)
+        return self.ends(token, len(self._tokens))
+
+    def ends(self, token: int, length: int) -> bool:
+        """Whether the row ends with its new last ``token``, the token number ``length``; sets ``finish`` then."""
         if token in self.stops or (self.text is not None and self.text.add(token)):
             self.finish = "stop"
-        elif len(self.tokens) >= self.limit:
+        elif length >= self.limit:
             self.finish = "length"
         else:
             return False
@@ -126,6 +159,20 @@ def slots_of(rows: Sequence[Row]) -> np.ndarray:
     return np.fromiter((row.slot for row in rows), np.int64, len(rows))
 
 
+def recorded_rows(runner: Runner, names: Collection[str], rows: Sequence[Row]) -> list[dict[str, np.ndarray]]:
+    """Return the values that each row requested among the recorded fields ``names``: one entry per token except the last."""
+    found: list[dict[str, np.ndarray]] = [{} for _ in rows]
+    for name in names:
+        asking = [i for i, row in enumerate(rows) if name in row.request.extras]
+        recorded = runner.fields(slots_of([rows[i] for i in asking]), name) if asking else []
+        for i, fresh in zip(asking, recorded, strict=True):
+            row = rows[i]
+            old = row.saved.get(name)
+            full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
+            found[i][name] = full[: len(row.tokens) - 1]
+    return found
+
+
 def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Tensor, Tensor | None]:
     """Return sampling parameters, keys [rows] int64, and which rows record their support [rows] bool (None if no row does)."""
     records = [row.records_support for row in rows]
@@ -134,11 +181,3 @@ def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Te
         torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=device),
         torch.tensor(records, device=device) if any(records) else None,
     )
-
-
-def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
-    """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
-    if positions is None:
-        lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
-        positions = torch.from_numpy(lengths).to(keys.device)
-    return uniform(seed, keys, positions, stream)

@@ -21,11 +21,11 @@ from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.image_processor import ImageProcessor
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
-from miles_embedded.model.load import mask_for
 from miles_embedded.model.logprobs import logits_of
 from miles_embedded.model.operations import divide_by_temperature, operations_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
 from miles_embedded.model.vision import Item, Vision
+from miles_embedded.model.windows import mask_for
 
 #: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26
@@ -57,6 +57,13 @@ def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -
         items[to] = items[source]
         items[to].slot = to
     del items[size:]
+
+
+def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise MilesError for a sequence to score that is empty or too long."""
+    for i, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= longest:
+            raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {longest} are possible")
 
 
 class Runner:
@@ -193,27 +200,35 @@ class Runner:
         return DecodeCall(self.context(int(counts.sum())), held)
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Return log p of every token after the first, [len - 1] float32 per sequence, over the full vocabulary."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Item] = ()
+    ) -> list[np.ndarray]:
+        """Return log p of every token after the first, [len - 1] float32 per sequence, over the full vocabulary. ``media`` of each sequence; ()
+        if none has any."""
+        media = media if any(media) else ()
+        for sequence, items in zip(sequences, media, strict=bool(media)):
+            self.check_media(sequence, items)
         switch = self.switch or max(map(len, sequences))
         grown = {i: s[: switch + 1] for i, s in enumerate(sequences) if len(s) > switch + 1}
-        scored = self._score([*sequences, *grown.values()], temperature)
+        scored = self._score([*sequences, *grown.values()], temperature, [*media, *(media[i] for i in grown if media)])
         for i, beginning in zip(grown, scored[len(sequences) :], strict=True):
             scored[i] = np.concatenate([beginning, scored[i][switch:]])
         return scored[: len(sequences)]
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Item]) -> list[np.ndarray]:
         """Score sequences whose tokens, except the last (which is not fed), all use the same rotary frequencies."""
         fed = [s[:-1] or s for s in sequences]
         lengths, counts = [len(s) for s in fed], [len(s) - 1 for s in sequences]
         call = PromptCall(self.context(sum(lengths)), lengths)
-        hidden = self.run(self._ids([t for s in fed for t in s]), to_device(_positions(lengths), self.device), call)
+        ids = self._ids([t for s in fed for t in s])
+        inputs = self._vision.inputs(ids, lengths, media) if media and self._vision is not None else None
+        hidden = self.run(ids, to_device(_positions(lengths), self.device), call, inputs)
         starts = np.cumsum(lengths) - lengths
-        inputs = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        sources = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         targets = torch.tensor([t for s in sequences for t in s[1:]], dtype=torch.int64, device=self.device)
         rows = max(1, _LOGITS // self.vocabulary)
         parts = []
-        for index, target in zip(to_device(inputs, self.device).split(rows), targets.split(rows), strict=True):
+        for index, target in zip(to_device(sources, self.device).split(rows), targets.split(rows), strict=True):
             logits = divide_by_temperature(self.head(hidden.index_select(0, index)).float(), temperature)
             normalized = operations_of(self.model).log_softmax(logits)
             parts.append(normalized.gather(1, target.unsqueeze(1)).squeeze(1))

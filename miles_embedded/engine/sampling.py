@@ -11,7 +11,6 @@ the first k ranks, top-p the shortest prefix of the ranks whose mass reaches p; 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -231,14 +230,14 @@ class Sampled:
     """n chosen tokens.
 
     Attributes:
-        tokens: [n] ids.
+        tokens: [n] ids; -1 for a row that joined while the step was in flight.
         log_probs: [n], over the support for rows that record it, otherwise over the full vocabulary.
         supports: support of each recording row, an empty array for other rows; None when no row records.
         capped: whether SUPPORT_CAP reduced each row's support; None when no row records.
     """
 
-    tokens: list[int]
-    log_probs: list[float]
+    tokens: Sequence[int] | np.ndarray
+    log_probs: Sequence[float] | np.ndarray
     supports: list[np.ndarray] | None = None
     capped: list[bool] | None = None
 
@@ -275,9 +274,9 @@ def sample_on_device(
     return tokens, dist.full.gather(-1, index).squeeze(1)
 
 
-def check_finite(tokens: Sequence[int], log_probs: Sequence[float], vocabulary: int) -> None:
+def check_finite(tokens: Sequence[int] | np.ndarray, log_probs: Sequence[float] | np.ndarray, vocabulary: int) -> None:
     """Raise NonFiniteError if tokens or log-probabilities show that their logits contained NaN or infinity."""
-    if max(tokens) >= vocabulary or any(map(math.isnan, log_probs)):
+    if np.asarray(tokens).max() >= vocabulary or np.isnan(log_probs).any():
         raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from miles_core.contracts.engine import Request, Response
+from miles_core.data.column import find_token_fault
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
-from miles_embedded.engine.row import Decode, Row, StopText
+from miles_embedded.engine.columns import RowColumns
+from miles_embedded.engine.detokenizer import Decode, decode_all
+from miles_embedded.engine.row import Row, StopText
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.step import Emitted
 
@@ -25,12 +28,17 @@ class Scheduler:
         eos: ids that end a response unless ``ignore_eos`` is set.
         max_context: largest sequence length, prompt included.
         vocab: number of token ids.
+
+    Attributes:
+        waiting: requests that are not running.
+        columns: of the running rows.
     """
 
     def __init__(self, decode: Decode, eos: Sequence[int], max_context: int, vocab: int) -> None:
         self.decode, self.eos = decode, frozenset(eos)
         self.max_context, self.vocab = max_context, vocab
         self.waiting: deque[Row] = deque()
+        self.columns = RowColumns(vocab)
 
     def make_row(self, request: Request, future: asyncio.Future[Response]) -> Row:
         """Make the row of a valid request; MilesError if the request cannot be generated."""
@@ -42,7 +50,7 @@ class Scheduler:
                 f"the prompt of request {request.key} has {length} tokens and leaves no room in the context of "
                 f"{self.max_context}; shorten or filter prompts, or raise the context length"
             )
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self.vocab:
+        if find_token_fault(request.tokens, self.vocab):
             bad = next(t for t in request.tokens if not 0 <= t < self.vocab)
             raise MilesError(
                 f"request {request.key} has token {bad}, but the model's vocabulary has {self.vocab} tokens"
@@ -58,7 +66,6 @@ class Scheduler:
         return Row(
             request,
             future,
-            list(request.tokens),
             length,
             min(length + sampling.max_new_tokens, self.max_context),
             eos | frozenset(sampling.stop_token_ids) if sampling.stop_token_ids else eos,
@@ -68,7 +75,9 @@ class Scheduler:
     def accept(self, rows: Sequence[Row], emitted: Emitted | Sampled, version: int) -> list[Row]:
         """Append the tokens of a step; returns the rows that ended. Drops tokens after the end of a row."""
         if isinstance(emitted, Sampled):
-            return self._accept_one_each(rows, emitted, version)
+            if len(rows) == self.columns.count:
+                return self._accept_from_all(rows, emitted, version)
+            emitted = Emitted.of(emitted)
         done = []
         for i, (row, tokens, log_probs) in enumerate(zip(rows, emitted.tokens, emitted.log_probs, strict=True)):
             if tokens and row.version != version:
@@ -80,54 +89,53 @@ class Scheduler:
                 if row.add(token, log_prob):
                     done.append(row)
                     break
+        self.columns.refresh(rows)
         return done
 
-    def _accept_one_each(self, rows: Sequence[Row], sampled: Sampled, version: int) -> list[Row]:
-        """``accept`` for one token per row. This runs for every token of plain steps."""
-        done = []
-        for row, token, log_prob in zip(rows, sampled.tokens, sampled.log_probs, strict=True):
-            if row.version != version:
-                row.begin_version(version)
-            if row.add(token, log_prob):
-                done.append(row)
+    def _accept_from_all(self, rows: Sequence[Row], sampled: Sampled, version: int) -> list[Row]:
+        """``accept`` for one token of every running row: plain steps, whose host time must not grow with the rows."""
+        tokens, log_probs = np.asarray(sampled.tokens), np.asarray(sampled.log_probs)
+        columns = self.columns
+        ended = columns.append(tokens, log_probs, version, rows)
         if sampled.supports is not None:
             for i, row in enumerate(rows):
                 if row.records_support:
                     row.supports.append(sampled.supports[i])
                     row.capped += bool(sampled.capped and sampled.capped[i])
-        return done
+        return [rows[i] for i in ended if rows[i].ends(int(tokens[i]), int(columns.lengths[i]))]
 
-    def respond(self, row: Row, finish: str, extras: dict[str, Any]) -> None:
-        """Resolve the future of the request with its response."""
-        if row.future.done():
-            return
-        try:
-            row.future.set_result(self._response(row, finish, extras))
-        except Exception as error:  # a failing tokenizer must fail this request only, and must not leave it unanswered
-            row.future.set_exception(error)
+    def respond(self, rows: Sequence[Row], finish: str, extras: Sequence[dict[str, Any]]) -> None:
+        """Resolve the futures of requests with their responses, whose texts are decoded together.
 
-    def _response(self, row: Row, finish: str, extras: dict[str, Any]) -> Response:
-        tokens = row.response
-        text = row.text.text if row.text is not None and finish == "stop" and row.tokens[-1] not in row.stops else None
-        metrics = dict(row.metrics)
-        if SAMPLING_SUPPORT.name in row.request.extras:
-            # Without truncation nothing is recorded, and an empty support represents the whole vocabulary.
-            extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)
-            metrics["sampling_support_capped"] = float(row.capped)
-        return Response(
-            tokens,
-            row.log_probs,
-            finish,  # type: ignore[arg-type]
-            self.decode(tokens) if text is None else text,
-            row.versions,
-            extras,
-            metrics,
-        )
+        Args:
+            rows: the rows of the requests.
+            finish: reason why all of them ended; "" for that of each row.
+            extras: recorded fields of each.
+        """
+        left = [
+            (row, finish or row.finish, own) for row, own in zip(rows, extras, strict=True) if not row.future.done()
+        ]
+        cut = {row: row.text.text for row, why, _ in left if row.text is not None and _is_cut(row, why)}
+        whole = [row for row, *_ in left if row not in cut]
+        texts = cut | dict(zip(whole, decode_all(self.decode, [row.response.tolist() for row in whole]), strict=True))
+        for row, why, own in left:
+            text = texts[row]
+            if isinstance(text, Exception):  # fails this request only
+                row.future.set_exception(text)
+            else:
+                row.future.set_result(_response(row, why, own, text))
 
 
-def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text without special tokens; it calls the Rust tokenizer directly where possible."""
-    if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        backend = tokenizer.backend_tokenizer
-        return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+def _is_cut(row: Row, finish: str) -> bool:
+    """Whether a stop string ended the row, whose text ends in front of it."""
+    return finish == "stop" and row.tokens[-1] not in row.stops
+
+
+def _response(row: Row, finish: str, extras: dict[str, Any], text: str) -> Response:
+    tokens = row.response
+    metrics = dict(row.metrics)
+    if SAMPLING_SUPPORT.name in row.request.extras:
+        # Without truncation nothing is recorded, and an empty support represents the whole vocabulary.
+        extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)
+        metrics["sampling_support_capped"] = float(row.capped)
+    return Response(tokens, row.log_probs, finish, text, row.versions, extras, metrics)  # type: ignore[arg-type]

@@ -54,22 +54,22 @@ class StaticBatch:
 
     def fill(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         lengths: np.ndarray,
         prompt_slots: np.ndarray,
         prompt_lengths: np.ndarray,
-        keys: Sequence[int],
-        temperatures: Sequence[float],
+        keys: Sequence[int] | np.ndarray,
+        temperatures: Sequence[float] | np.ndarray,
         *more: Sequence[int],
     ) -> None:
         """Write the inputs of a step; temperature 0 means greedy, and ``more`` are the integers that a subclass adds. The remaining rows are
         padding: token 0 without a prompt, with one slot per row."""
         count = len(tokens)
         integers = np.zeros((len(self.INTEGERS), self.size), np.int64)
-        greedy = [temperature == 0 for temperature in temperatures]
+        greedy = np.equal(temperatures, 0)
         integers[:, :count] = np.array([tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, *more])
         temperature = np.ones((self.size, 1), np.float32)
-        temperature[:count, 0] = [temperature or 1.0 for temperature in temperatures]
+        temperature[:count, 0] = np.where(greedy, 1.0, temperatures)
         self._integers.copy_(torch.from_numpy(integers))
         self.temperature.copy_(torch.from_numpy(temperature))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.attention import DecodeCall
+from miles_embedded.engine.columns import RowColumns
 from miles_embedded.engine.row import Row
 from miles_embedded.engine.runner import ForwardResult, Runner
 from miles_embedded.engine.settings import Settings
@@ -27,10 +28,16 @@ class Emitted:
         capped: whether the cap reduced each support, otherwise None.
     """
 
-    tokens: Sequence[Sequence[int]]
-    log_probs: Sequence[Sequence[float]]
+    tokens: Sequence[Sequence[int] | np.ndarray]
+    log_probs: Sequence[Sequence[float] | np.ndarray]
     supports: Sequence[Sequence[np.ndarray]] | None = None
     capped: Sequence[Sequence[bool]] | None = None
+
+    @classmethod
+    def of(cls, sampled: draw.Sampled) -> Emitted:
+        """Convert one token per row."""
+        columns = (sampled.tokens, sampled.log_probs, sampled.supports, sampled.capped)
+        return cls(*(None if column is None else [[entry] for entry in column] for column in columns))  # type: ignore[arg-type]
 
 
 class StaticSteps(Protocol):
@@ -53,6 +60,7 @@ class StepEngine(Protocol):
         model: the model, which ``runner`` runs over cached rows.
         max_context: largest sequence length.
         async_steps: steps in static buffers, which a decoder with steps of its own may replace.
+        columns: lengths, last tokens and others of all running rows, one entry per slot.
     """
 
     model: nn.Module
@@ -60,6 +68,7 @@ class StepEngine(Protocol):
     runner: Runner
     max_context: int
     async_steps: StaticSteps
+    columns: RowColumns
 
     def weight_tensors(self) -> Iterable[Tensor]:
         """Return the tensors whose addresses recorded steps contain."""

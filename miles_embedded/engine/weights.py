@@ -90,7 +90,7 @@ class Weights:
             if shard.sharded or (is_constant(parameter) and codes_of(parameter) is not None):
                 continue
             value = self.inputs.decoded_codes(view.name, view.size[0]) if view.size else None
-            sums.add(name, view.of(shard.tensor) if value is None else value.to(parameter.dtype))
+            sums.add(name, view.of(shard.tensor) if value is None else value.to(parameter.dtype), stays=True)
         return sums.read()
 
     def tensors(self) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Elements of a program's block, and number of programs of a backward pass, which each sum a part of the weight's gradient.
-_BLOCK, _PROGRAMS = 1024, 528
+_BLOCK, _PROGRAMS = 1024, 2112
 
 
 # fmt: off
@@ -65,8 +65,8 @@ def _add_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    x, weight, grad, grad_x, grad_weight, rows, eps,
-    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    x, weight, grad, more, grad_x, grad_weight, rows, eps,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, ADD: tl.constexpr,
 ):
     program, dim = tl.program_id(0), tl.arange(0, BLOCK_DIM)[None, :]
     factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
@@ -80,7 +80,10 @@ def _backward(  # type: ignore[no-untyped-def]
         normal = value * scale
         inner = given * factor
         share = tl.sum(inner * normal, 1)[:, None] / DIM
-        tl.store(grad_x + row * DIM + dim, scale * (inner - normal * share), mask=real)
+        result = scale * (inner - normal * share)
+        if ADD:
+            result += tl.load(more + row * DIM + dim, mask=real, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * DIM + dim, result, mask=real)
         total += tl.sum(given * normal, 0)[None, :]
     tl.store(grad_weight + program.to(tl.int64) * DIM + dim, total, mask=dim < DIM)
 
@@ -110,19 +113,28 @@ class RmsNorm:
     def of_sum(
         self, x: Tensor, other: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``x + other`` and its norm, [..., dim] both, from one launch; without gradient."""
-        x, other, (rows, blocks) = x.contiguous(), other.contiguous(), _blocks(x)
-        total, out = torch.empty_like(x), torch.empty_like(x)
-        padded, store, memory = end_of(epilogue, rows, out)
-        if rows:
-            grid, options = _launch_options(x, padded, blocks)
-            _add_forward[grid](x, other, weight, total, out, rows, eps, padded, *memory, **options, STORE=store)
-        if epilogue is not None:
-            epilogue.finish(out)
-        return total, out
+        """Return ``x + other`` and its norm, [..., dim] both, from one launch; the epilogue has no gradient."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (x, other, weight)):
+            pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, other, weight, eps)
+            return pair
+        return _add_and_normalize(x, other, weight, eps, epilogue)
 
 
 rms_norm = RmsNorm()
+
+
+def _add_and_normalize(
+    x: Tensor, other: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None
+) -> tuple[Tensor, Tensor]:
+    x, other, (rows, blocks) = x.contiguous(), other.contiguous(), _blocks(x)
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    padded, store, memory = end_of(epilogue, rows, out)
+    if rows:
+        grid, options = _launch_options(x, padded, blocks)
+        _add_forward[grid](x, other, weight, total, out, rows, eps, padded, *memory, **options, STORE=store)
+    if epilogue is not None:
+        epilogue.finish(out)
+    return total, out
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
@@ -140,8 +152,12 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
 
 
 def _launch_options(x: Tensor, rows: int, blocks: dict[str, Any]) -> tuple[tuple[int], dict[str, Any]]:
-    warps = min(16, max(4, blocks["BLOCK_DIM"] // 256))
-    return (cdiv(rows, blocks["BLOCK_ROWS"]),), {**blocks, **overlap(x), "num_warps": warps}
+    return (cdiv(rows, blocks["BLOCK_ROWS"]),), {**blocks, **overlap(x), "num_warps": _warps(blocks)}
+
+
+def _warps(blocks: dict[str, Any]) -> int:
+    warps: int = min(16, max(4, blocks["BLOCK_DIM"] // 256))
+    return warps
 
 
 def _layout(x: Tensor) -> tuple[int, int]:
@@ -172,9 +188,33 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, blocks = _blocks(x)
-        programs = max(1, min(_PROGRAMS, cdiv(rows, blocks["BLOCK_ROWS"])))
-        grad_x = torch.empty_like(x)
-        parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
-        _backward[(programs,)](x, weight, grads[0].contiguous(), grad_x, parts, rows, ctx.eps, **blocks)
-        return grad_x, parts.sum(0).to(weight.dtype), None
+        return *_differentiate(x, weight, ctx.eps, grads[0]), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, out = _add_and_normalize(x, other, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        grad_x, grad_weight = _differentiate(total, weight, ctx.eps, grads[1], grads[0])
+        return grad_x, grad_x, grad_weight, None
+
+
+def _differentiate(
+    x: Tensor, weight: Tensor, eps: float, grad: Tensor, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, plus ``more``, and of the weight, given that of the norm of x."""
+    rows, blocks = _blocks(x)
+    programs = max(1, min(_PROGRAMS, cdiv(rows, blocks["BLOCK_ROWS"])))
+    grad, grad_x = grad.contiguous(), torch.empty_like(x)
+    parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
+    added = grad if more is None else more.contiguous()
+    options = {**blocks, "ADD": more is not None, "num_warps": _warps(blocks)}
+    _backward[(programs,)](x, weight, grad, added, grad_x, parts, rows, eps, **options)
+    return grad_x, parts.sum(0).to(weight.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from miles_embedded.known.families import COUNT, NUMBER, SWITCH, TEXT, Config, Family, tests
+from miles_embedded.known.families import COUNT, NUMBER, SWITCH, TEXT, Config, Family, fits, tests
 
 #: Entries that must be present, positive integers.
 _REQUIRED = tests(
@@ -74,12 +74,12 @@ def check_entries(c: Config, family: Family) -> None:
     lists = [entry for mark, entry in listed.items() if mark in family.entries]
     for name, value in c.items():
         if name in known:
-            require(value is None or _fits(known[name], value), f"{name} is {value!r} in config.json")
+            require(value is None or fits(known[name], value), f"{name} is {value!r} in config.json")
         elif name in special:
             require(value in special[name], f"{name} is {value!r} in config.json")
         elif name in lists:
             require(
-                value is None or (isinstance(value, list) and all(_fits(NUMBER, n) for n in value)),
+                value is None or (isinstance(value, list) and all(fits(NUMBER, n) for n in value)),
                 f"{name} is {value!r}",
             )
         else:
@@ -113,15 +113,6 @@ def check_entries(c: Config, family: Family) -> None:
         require(c.get("moe_layer_freq", 1) == 1, "moe_layer_freq is not 1")
 
 
-def _fits(test: str, value: Any) -> bool:
-    if test == SWITCH:
-        return isinstance(value, bool)
-    if test == TEXT:
-        return isinstance(value, str)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    return number and (test == NUMBER or (isinstance(value, int) and value > 0))
-
-
 def check_ropes(c: Config, family: Family) -> None:
     """Raise Unknown for rotary embeddings with entries that are missing or not in the table."""
     require((c.get("rope_theta") or 10_000.0) > 1, f"rope_theta is {c.get('rope_theta')!r}")
@@ -136,11 +127,18 @@ def check_ropes(c: Config, family: Family) -> None:
                 turned == int(turned) and not turned % 2 and 0 < turned <= size, f"{turned} rotary dimensions of {size}"
             )
             if ropes:
-                _check_rope(entry, rope)
+                _check_rope(entry, rope, int(turned) // 2 if family.tower else None)
 
 
-def _check_rope(entry: str, rope: Any) -> None:
+def _check_rope(entry: str, rope: Any, pairs: int | None) -> None:
+    """Check one rope; ``pairs`` is the sum of its sections in a model that reads images, else None."""
     require(isinstance(rope, dict), f"{entry} is no mapping")
+    if pairs is not None:
+        rope = dict(rope)
+        sections, _ = rope.pop("mrope_section", None), rope.pop("mrope_interleaved", True)
+        usual = isinstance(sections, list) and len(sections) == 3 and all(fits(COUNT, n) for n in sections)
+        require(usual and sum(sections) == pairs, f"{entry} has mrope_section = {sections!r}")
+        rope |= {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
     kind = rope.get("rope_type", rope.get("type"))
     require(isinstance(kind, str) and kind in _ROPES, f"{entry} has the type {kind!r}")
     for name in _ROPES[str(kind)]:
@@ -151,4 +149,4 @@ def _check_rope(entry: str, rope: Any) -> None:
         elif name == "truncate":
             require(isinstance(value, bool), f"{entry} has truncate = {value!r}")
         else:
-            require(name in _ROPE_NUMBERS and _fits(NUMBER, value) and value > 0, f"{entry} has {name} = {value!r}")
+            require(name in _ROPE_NUMBERS and fits(NUMBER, value) and value > 0, f"{entry} has {name} = {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,16 @@ def tests(names: str, test: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), test)
 
 
+def fits(test: str, value: Any) -> bool:
+    """Return whether a value passes a test."""
+    if test == SWITCH:
+        return isinstance(value, bool)
+    if test == TEXT:
+        return isinstance(value, str)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return number and (test == NUMBER or (isinstance(value, int) and value > 0))
+
+
 @dataclass(frozen=True)
 class Family:
     """What distinguishes a family.
@@ -30,6 +41,9 @@ class Family:
         bias: which projections of attention have a bias: letters of ``qkvo``; those in ``biased`` only with ``attention_bias``.
         norms: norms of a layer.
         query_norm: sizes of the norms of queries and keys: ``""``, ``"head"`` or ``"all"``.
+        tower: name of its tower in ``towers.TOWERS``; None for a model of text.
+        stack: beginning of the names of the language model's tensors.
+        tower_names: beginning of the names of the tower's.
         feed_forward: yields the weights of the feed-forward part of layer i, without ``model.layers.i.``.
     """
 
@@ -43,6 +57,9 @@ class Family:
     attention_bias: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     query_norm: str = ""
+    tower: str | None = None
+    stack: str = "model"
+    tower_names: str = "visual"
 
 
 def _gated(prefix: str, hidden: int, inner: int, bias: bool = False) -> Weights:
@@ -194,5 +211,17 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(_BIAS, _dense, biased="qkvo", norms=_FOUR_NORMS[1::2], query_norm="all"),
     "smollm3": Family(
         {**_BIAS, **_WINDOW, "mlp_bias": SWITCH, "no_rope_layer_interval": COUNT}, _dense, tied=True, biased="qkvo"
+    ),
+    "qwen2_vl": Family(_WINDOW, _dense, bias="qkv", tower="qwen2_vl"),
+    "qwen2_5_vl": Family(_WINDOW, _dense, bias="qkv", tower="qwen2_5_vl"),
+    "qwen3_vl": Family(
+        _BIAS,
+        _dense,
+        ("head_dim",),
+        biased="qkvo",
+        query_norm="head",
+        tower="qwen3_vl",
+        stack="model.language_model",
+        tower_names="model.visual",
     ),
 }

@@ -8,6 +8,7 @@ from miles_core.checkpoint.hf_files import CONFIG, CheckpointFiles, read_json
 from miles_core.errors import CheckpointError
 from miles_embedded.known.entries import Unknown, check_entries, check_ropes, rename_experts, require
 from miles_embedded.known.families import FAMILIES, Config, Family, Weights
+from miles_embedded.known.towers import TOWERS, split_tower
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -45,6 +46,7 @@ def shapes_of(config: Config) -> Shapes:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise Unknown(f"the model type {kind} is not in the table of known families")
+    config, vision = split_tower(config, family)
     config = rename_experts(config, family)
     check_entries(config, family)
     check_ropes(config, family)
@@ -59,7 +61,8 @@ def shapes_of(config: Config) -> Shapes:
     )
     require(kind not in ("llama", "gemma2", "gemma3_text") or not hidden % heads, f"{heads} heads of {hidden} units")
     tied = config.get("tie_word_embeddings", family.tied)
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    stack = family.stack
+    shapes = {f"{stack}.embed_tokens.weight": (config["vocab_size"], hidden), f"{stack}.norm.weight": (hidden,)}
     shapes |= {} if tied else {"lm_head.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         attention = _latent(config) if latent else _attention(config, family, heads, groups, size)
@@ -68,8 +71,9 @@ def shapes_of(config: Config) -> Shapes:
             *family.feed_forward(config, layer),
             *((f"{norm}.weight", (hidden,)) for norm in family.norms),
         ]
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts}
-    return shapes
+        shapes |= {f"{stack}.layers.{layer}.{name}": shape for name, shape in parts}
+    tower = TOWERS[family.tower](vision, hidden) if family.tower else ()
+    return shapes | {f"{family.tower_names}.{name}": shape for name, shape in tower}
 
 
 def _attention(c: Config, family: Family, heads: int, groups: int, size: int) -> Weights:

@@ -11,13 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.plugin import layer_kinds
+from miles_core.plugin import NO_MIXER, STATE_KINDS, layer_kinds
 from miles_embedded.memory.state_size import StateSize, state_size
 
-#: Kinds of layers that keep a state.
-STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
-#: Kinds of layers without attention and without a state.
-NO_MIXER = frozenset({"moe", "mlp"})
 #: Model types whose feed-forward layers have no gate.
 _UNGATED = frozenset(
     {"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen", "nemotron_h"}
@@ -42,12 +38,13 @@ class ModelSize:
         routed: parameters of all routed experts of one sparse layer.
         shared: other feed-forward parameters of one sparse layer: shared experts and router.
         sparse_layers: number of layers with experts.
-        cached: cached elements per token, in all layers.
+        cached: cached elements per token, in all layers; of a latent, the latent and the rotated key.
+        expanded: the same for an engine that caches the keys and values that it computes from a latent.
         heads: key/value heads; 1 for a latent, which cannot be split.
         active_ffn: intermediate units per token in one layer, summed over its experts.
         mtp_layers: number of MTP layers, not counted in ``layers``.
-        attending: number of layers that attend; None for all.
-        dense_layers: number of layers with a dense feed-forward layer; None for all without experts.
+        attending: number of layers that attend.
+        dense_layers: number of layers with a dense feed-forward layer.
         state: a layer that keeps a state between tokens, if there are any.
         state_layers: number of such layers.
     """
@@ -62,11 +59,12 @@ class ModelSize:
     shared: int
     sparse_layers: int
     cached: int
+    expanded: int
     heads: int
     active_ffn: int
+    attending: int
+    dense_layers: int
     mtp_layers: int = 0
-    attending: int | None = None
-    dense_layers: int | None = None
     state: StateSize | None = None
     state_layers: int = 0
 
@@ -82,13 +80,25 @@ class ModelSize:
         return mixer + max(self.routed + self.shared, self.dense if self.sparse_layers < self.layers else 0)
 
     @property
+    def attentions(self) -> int:
+        """Parameters of the attention of all layers."""
+        return self.attention * self.attending
+
+    @property
+    def states(self) -> int:
+        """Parameters of all layers that keep a state, without their feed-forward parts."""
+        return self.state_layers * self.state.parameters if self.state else 0
+
+    @property
+    def feed_forward(self) -> int:
+        """Parameters of all feed-forward layers, without routed experts."""
+        return self.dense * self.dense_layers + self.shared * self.sparse_layers
+
+    @property
     def parameters(self) -> int:
         """All parameters, without MTP layers."""
-        sparse = self.sparse_layers * (self.routed + self.shared)
-        dense = self.dense * (self.layers - self.sparse_layers if self.dense_layers is None else self.dense_layers)
-        attention = self.attention * (self.layers if self.attending is None else self.attending)
-        states = self.state_layers * self.state.parameters if self.state else 0
-        return self.embeddings + attention + states + 2 * self.layers * self.hidden + sparse + dense + self.hidden
+        mixers = self.attentions + self.states
+        return self.embeddings + mixers + 2 * self.layers * self.hidden + self.feed_forward + self.experts + self.hidden
 
     def state_bytes(self, width: int) -> int:
         """Bytes of the states of one sequence, in all layers, with a model dtype of ``width`` bytes."""
@@ -114,11 +124,11 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
     hidden, layers = _number(keys, "hidden_size", "n_embd"), _number(keys, "num_hidden_layers", "n_layer", "num_layers")
     layers = layers or len(kinds)
     vocab, heads = _number(keys, "vocab_size"), _number(keys, "num_attention_heads", "n_head")
-    stateful = sum(kind in STATE_TYPES for kind in kinds)
+    stateful = sum(kind in STATE_KINDS for kind in kinds)
     if not (hidden and layers and vocab and (heads or stateful == layers)):
         return None
     # without heads no layer attends, and Mamba's layers are all of it
-    attention, cached, kv_heads = _attention(keys, hidden, heads) if heads else (0, 0, 1)
+    attention, cached, expanded, kv_heads = _attention(keys, hidden, heads) if heads else (0, 0, 0, 1)
     matrices = 2 if str(keys.get("model_type")) in _UNGATED else 3
     inner = _inner(keys, hidden)
     expert = _number(keys, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
@@ -140,11 +150,12 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         shared=matrices * hidden * shared + hidden * experts,
         sparse_layers=moe_layers,
         cached=attending * cached,
+        expanded=attending * expanded,
         heads=kv_heads,
         active_ffn=(top_k * expert + shared if moe_layers else dense) if heads else 0,
         mtp_layers=mtp_layers,
         attending=attending,
-        dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER or not heads else None,
+        dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER or not heads else layers - moe_layers,
         state=state_size(keys, hidden, heads) if stateful else None,
         state_layers=stateful,
     )
@@ -171,8 +182,9 @@ def _number(keys: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
-    """Return (parameters per layer, cached elements per token and layer, heads that the cache can be split by)."""
+def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int, int]:
+    """Return (parameters per layer, cached elements per token and layer, the same with a latent expanded, heads that the cache can be split
+    by)."""
     if latent := _number(keys, "kv_lora_rank"):
         rope, nope = _number(keys, "qk_rope_head_dim"), _number(keys, "qk_nope_head_dim")
         value, queries = _number(keys, "v_head_dim"), heads * (nope + rope)
@@ -181,12 +193,13 @@ def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, i
         return (
             query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden,
             latent + rope,
+            queries + heads * value,
             1,
         )
     size = _number(keys, "head_dim") or hidden // heads
     kv = _number(keys, "num_key_value_heads") or (1 if keys.get("multi_query") else heads)
     gate = heads if str(keys.get("model_type")).startswith(_GATED) else 0
-    return hidden * size * (2 * (heads + kv) + gate), 2 * kv * size, kv
+    return hidden * size * (2 * (heads + kv) + gate), 2 * kv * size, 2 * kv * size, kv
 
 
 def _shared(keys: Mapping[str, Any], expert: int) -> int:

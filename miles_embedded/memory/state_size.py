@@ -20,11 +20,13 @@ class StateSize:
         convolution: elements of the convolution's last inputs, per sequence.
         recurrent: elements of the recurrent state, per sequence.
         parameters: parameters of the layer's matrices and convolution.
+        attention_names: whether its matrices are called as those of an attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``.
     """
 
     convolution: int
     recurrent: int
     parameters: int
+    attention_names: bool = False
 
     def bytes(self, width: int) -> int:
         """Bytes per sequence with a model dtype of ``width`` bytes."""
@@ -58,7 +60,8 @@ def state_size(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize | 
         keyed, valued = (number(f"linear_num_{x}_heads", default=heads) for x in ("key", "value"))
         key = number("linear_key_head_dim", default=3 * hidden // (4 * max(keyed, 1)))
         value = number("linear_value_head_dim", default=2 * key)
-        return _delta(hidden, keyed, key, valued, value, number("linear_conv_kernel_dim"))
+        separate = keys.get("model_type") == "olmo_hybrid"
+        return _delta(hidden, keyed, key, valued, value, number("linear_conv_kernel_dim"), separate)
     state, width = (
         number("mamba_d_state", "ssm_state_size", "state_size"),
         number("mamba_d_conv", "conv_kernel", default=4),
@@ -81,14 +84,15 @@ def _kimi(hidden: int, heads: int, size: int, width: int, full: bool) -> StateSi
     """Queries, keys, values and the output; two gates of low rank, or ``full`` ones; a scalar per head."""
     channels = heads * size
     gates = 2 * (hidden * channels if full else size * (hidden + channels)) + hidden * heads
-    return StateSize(3 * channels * width, channels * size, 4 * hidden * channels + gates + 3 * channels * width)
+    return StateSize(3 * channels * width, channels * size, 4 * hidden * channels + gates + 3 * channels * width, True)
 
 
-def _delta(hidden: int, keyed: int, key: int, valued: int, value: int, width: int) -> StateSize:
-    """Queries and keys of ``keyed`` heads; values, gate and output of ``valued`` heads, with two scalars per head."""
+def _delta(hidden: int, keyed: int, key: int, valued: int, value: int, width: int, separate: bool) -> StateSize:
+    """Queries and keys of ``keyed`` heads; values, gate and output of ``valued`` heads, with two scalars per head. separate: one
+    matrix for each."""
     channels = 2 * keyed * key + valued * value
     matrices = hidden * (channels + 2 * valued * value + 2 * valued)
-    return StateSize(channels * width, valued * key * value, matrices + channels * width)
+    return StateSize(channels * width, valued * key * value, matrices + channels * width, separate)
 
 
 def _mamba(hidden: int, inner: int, state: int, width: int, rank: int) -> StateSize:

@@ -245,7 +245,7 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
     weights = 0.0 if shares else _width(facts) * plain
     weights += quantised * float(facts.value("embedded.engine_weight_bytes") or _width(facts))
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
-    row = float(longest * size.cached * width)
+    row = float(longest * size.expanded * width)
     states = size.state_bytes(_width(facts)) * (VERSIONS + 1 / int(facts.value("rollout.n_samples_per_prompt") or 1))
     row += states
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0

@@ -6,7 +6,8 @@ Transformers' families add these options to causal attention. Any layer may have
 - chunks: positions are divided into chunks of ``chunk``, and a query attends to keys of its own chunk (Llama 4);
 - a soft cap: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2);
 - sinks: a logit per head that takes part in the softmax without a value, so the attention weights may sum to less than one;
-- a choice: an indexer selects the keys of each query (``indexer``).
+- a choice: an indexer selects the keys of each query (``indexer``);
+- blocks: the tokens of one image attend to each other in both directions (Gemma 3).
 
 A layer without options has no ``AttentionOptions``. A window that covers all keys of a call counts as no window.
 """
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
 
+#: Argument of the decoder stack with ``AttentionOptions.blocks``.
+BLOCKS = "image_blocks"
 #: Up to this many keys, plain matrix products are faster on a CPU.
 _SHORT = 64
 
@@ -42,6 +45,8 @@ class AttentionOptions:
         choice: keys chosen by an indexer.
         chunk: length of the chunks; 0 for none.
         cap: soft cap of the scores; 0 for none.
+        blocks: [rows] number of the block of each row of the call in its sequence, -1 outside blocks. Rows of a block see each other, also
+            later ones, within the window. Fed tokens of cached rows are in no block.
     """
 
     window: int = 0
@@ -49,6 +54,7 @@ class AttentionOptions:
     choice: ChosenKeys | None = None
     chunk: int = 0
     cap: float = 0.0
+    blocks: Tensor | None = None
 
     def within(self, longest: int) -> AttentionOptions | None:
         """Drop options without effect for at most ``longest`` keys per query; None if none is left."""
@@ -57,9 +63,12 @@ class AttentionOptions:
         left = replace(self, window=window, choice=choice, chunk=chunk)
         return None if left == AttentionOptions() else left
 
-    def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return a bool tensor, broadcast from query and key positions: causal, and inside the query's window and chunk."""
+    def sees(self, query: Tensor, key: Tensor, together: Tensor | None = None) -> Tensor:
+        """Return a bool tensor, broadcast from query and key positions: causal or in one block (``together``, see ``same_block``), and inside
+        the query's window and chunk."""
         seen = key <= query
+        if together is not None:
+            seen = seen | together
         if self.window:
             seen &= key > query - self.window
         if self.chunk:
@@ -77,11 +86,16 @@ def attention_options(
 ) -> AttentionOptions | None:
     """Derive the options from the arguments of an attention function: module, mask and keyword arguments."""
     local = arguments.get("sliding_window") or (0 if attention_mask is None else int(attention_mask))
-    sinks, choice, cap = (arguments.get(name) for name in ("s_aux", "indices", "softcap"))
-    if not local and sinks is None and choice is None and not cap:
+    sinks, choice, cap, blocks = (arguments.get(name) for name in ("s_aux", "indices", "softcap", BLOCKS))
+    if not local and sinks is None and choice is None and not cap and blocks is None:
         return None
     window, chunk = (0, local) if _is_chunked(module) else (local, 0)
-    return AttentionOptions(window, sinks, choice, chunk, cap or 0.0)
+    return AttentionOptions(window, sinks, choice, chunk, cap or 0.0, blocks)
+
+
+def same_block(query: Tensor, key: Tensor) -> Tensor:
+    """Return a bool tensor, broadcast from the blocks of queries and keys: both are in the same one."""
+    return (query == key) & (key >= 0)
 
 
 def _is_chunked(module: Any) -> bool:

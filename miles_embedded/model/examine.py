@@ -16,10 +16,9 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError
 from miles_embedded.model.dequantize import open_files
-from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors
+from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors, refuse_config
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.shapes import check_forward
-from miles_embedded.model.supported import refuse_config
 from miles_embedded.model.views import views
 
 _WEIGHTS = "*.safetensors*"

@@ -7,6 +7,7 @@ result does not depend on other images. Always the backend with Pillow, whose re
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -31,6 +33,12 @@ MOST_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 #: Images whose tower inputs are kept; a prompt is computed by the engine and soon after by the trainer.
 _KEPT = 16
+#: Images whose expansions are kept.
+_SPANS = 4096
+#: What a processor returns for the text.
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+#: Arguments for the text: report its expansion, and add nothing at its ends.
+_OFFSETS = {"return_text_replacement_offsets": True, "add_special_tokens": False}
 
 
 class ImageProcessor:
@@ -44,6 +52,7 @@ class ImageProcessor:
     def __init__(self, processor: Any) -> None:
         self.processor, self.token = processor, str(processor.image_token)
         self._process = lru_cache(maxsize=_KEPT)(self._process_image)
+        self._spans: dict[Media, np.ndarray] = {}
 
     def expand(self, text: str, media: Sequence[Media] = ()) -> str:
         """Return the text with every placeholder replaced by the tokens that the model reads in its place.
@@ -60,6 +69,17 @@ class ImageProcessor:
         replaced = (self._process(item)[0] for item in media)
         return "".join(piece for pair in zip_longest(parts, replaced, fillvalue="") for piece in pair)
 
+    def span(self, media: Media, placeholder: int) -> np.ndarray:
+        """Return the token ids of an image's expansion from the first ``placeholder`` to the last."""
+        if media not in self._spans:
+            if len(self._spans) >= _SPANS:
+                self._spans.clear()
+            text = self.expand(self.token, (media,))
+            tokens = np.asarray(self.processor.tokenizer.encode(text, add_special_tokens=False), np.int64)
+            filled = np.flatnonzero(tokens == placeholder)
+            self._spans[media] = tokens[filled[0] : filled[-1] + 1] if len(filled) else tokens[:0]
+        return self._spans[media]
+
     def inputs(self, media: Media) -> dict[str, Tensor]:
         """Return the inputs of the tower for one image, name -> [...], such as ``pixel_values`` and ``image_grid_thw``."""
         return self._process(media)[1]
@@ -67,12 +87,15 @@ class ImageProcessor:
     def _process_image(self, media: Media) -> tuple[str, dict[str, Tensor]]:
         image = decode_image(media)
         try:
-            found = self.processor(text=[self.token], images=[image], return_text_replacement_offsets=True)
+            found = self.processor(text=[self.token], images=[image], text_kwargs=_OFFSETS)
         except ValueError as error:  # such as sides of very different lengths
             raise DataError(f"the processor of this model refuses {_name(media)} ({first_line(error)})") from error
-        text = found["text_replacement_offsets"][0][0]["replacement"]
-        names = [name for name in found if name.startswith(("pixel_", "image_"))]
-        return text, {name: _to_tensor(found[name]) for name in names}
+        offsets = found.get("text_replacement_offsets")
+        if offsets is None:  # before Transformers 5.24; the placeholder is a special token, so this is its expansion
+            text = self.processor.tokenizer.decode(_to_tensor(found["input_ids"])[0].tolist())
+        else:
+            text = offsets[0][0]["replacement"]
+        return text, {name: _to_tensor(value) for name, value in found.items() if name not in _OF_TEXT}
 
 
 def _to_tensor(value: Any) -> Tensor:
@@ -148,16 +171,21 @@ def make_processor(
 
     Raises:
         CheckpointError: the model reads no images, or files are missing.
+        ConfigError: a package that the processor requires is not installed.
     """
     key = str(Path(path).resolve())
     if key not in _made:
         config = checkpoint_config(path, trust_remote_code, flag)
-        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-        if kind is None or "image_processor" not in kind.get_attributes():
-            raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
+        kind = _processor_class(Path(path), config)
         try:
+            if kind is None or "image_processor" not in kind.get_attributes():
+                raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
             values, _ = kind.get_processor_dict(path)
             images = AutoImageProcessor.from_pretrained(path, backend="pil")
+        except CheckpointError:
+            raise
+        except ImportError as error:
+            raise ConfigError(f"{flag} {path}: --media: {' '.join(str(error).split())}") from error
         except Exception as error:
             raise CheckpointError(
                 f"{flag} {path}: --media: its image processor cannot be loaded ({first_line(error)}); copy preprocessor_config.json and "
@@ -167,6 +195,17 @@ def make_processor(
         made = _without_video(kind).from_args_and_dict([parts.get(n) for n in kind.get_attributes()], values)
         _made[key] = ImageProcessor(made)
     return _made[key]
+
+
+def _processor_class(path: Path, config: Any) -> Any:
+    """Return the class that a checkpoint's files name, as for LLaVA with Pixtral's tower, else that of its model type; None if there is
+    none."""
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        file = path / name
+        named = json.loads(file.read_text(encoding="utf-8")).get("processor_class") if file.is_file() else None
+        if named and (found := getattr(transformers, named, None)) is not None:
+            return found
+    return PROCESSOR_MAPPING.get(type(config), None)
 
 
 def _without_video(kind: type[Any]) -> type[Any]:

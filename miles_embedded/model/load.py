@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -35,19 +35,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
-from miles_embedded.model.attention import window_mask
+from miles_core.plugin.layers import STATE_KINDS
+from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files
 from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
+from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
-from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
+from miles_embedded.model.parts import (
+    backbone,
+    configuration,
+    decoder_layers,
+    head,
+    narrow_input,
+    text_configuration,
+)
 from miles_embedded.model.rotary_entries import complete_rotary
-from miles_embedded.model.storage import codes_of
-from miles_embedded.model.supported import refuse_config
+from miles_embedded.model.states import stateful_modules
 from miles_embedded.model.value_head import replace_output
 from miles_embedded.model.without_storage import without_storage
 
@@ -166,11 +175,11 @@ def load_model(
         if model is None:
             model = _read_whole(path, config, dtype, trust_remote_code, flag, quantized)
             if reduce is not None:
-                _refuse_nonfinite(model)
+                refuse_nonfinite(model)
                 reduce(model)
         model = prepare(model.to(device), train_towers)
         if fill is None and reduce is None:
-            _refuse_nonfinite(model)
+            refuse_nonfinite(model)
     return model
 
 
@@ -277,22 +286,22 @@ def attention_by_part(config: Any) -> str | dict[str, str]:
     return {"": NAME} | {name: NAME if getattr(config, name) is text else "eager" for name in parts}
 
 
-@torch.no_grad()
-def _refuse_nonfinite(model: nn.Module) -> None:
-    """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
-    for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
-        # the sum avoids a mask; it may overflow for finite values, so check these exactly below
-        if (
-            codes_of(parameter) is not None
-            or not parameter.is_floating_point()
-            or parameter.sum(dtype=torch.float32).isfinite()
-        ):
-            continue
-        if len(where := (~parameter.isfinite()).nonzero()):
-            raise CheckpointError(
-                f"{name} holds {len(where)} values that are not finite, the first ({parameter[tuple(where[0])].item()}) at "
-                f"{where[0].tolist()}; copy the checkpoint again, or repair it"
-            )
+def refuse_config(model: nn.Module) -> None:
+    """Check a model, with or without weights.
+
+    Raises:
+        CheckpointError: it has unsupported layers, or rotary frequencies that are not finite.
+    """
+    _refuse_unknown_attention(model)
+    _refuse_unknown_states(model)
+    for name, module in model.named_modules():
+        if getattr(module, "inv_freq", None) is not None and hasattr(module, "config"):
+            made: Any = type(module)(module.config)  # the model itself may be on the meta device, without values
+            if not made.inv_freq.isfinite().all():
+                rope = getattr(module.config, "rope_parameters", None)
+                raise CheckpointError(
+                    f"the rotary frequencies of {name} are not finite numbers (rope_parameters in config.json: {rope})"
+                )
 
 
 def _describe_failure(error: Exception) -> str:
@@ -333,6 +342,8 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     model.eval()
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    if getattr(text_configuration(model), "residual_in_fp32", False):
+        narrow_input(head(model))
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
@@ -341,20 +352,35 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     return model
 
 
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer may attend to fewer than all previous tokens."""
+def _refuse_unknown_attention(model: nn.Module) -> None:
+    """CheckpointError for layers whose restricted attention is not supported and would be computed as full attention."""
+    indexer = next(
+        (n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer") and type(m).__name__ not in KNOWN),
+        None,
+    )
+    if indexer is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
+            "does not support; use another engine and trainer"
+        )
     config = text_configuration(model)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if kinds:
+        raise CheckpointError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
+            "embedded backend does not compute; use another engine and trainer"
+        )
 
 
-def mask_for(model: nn.Module) -> Tensor | None:
-    """Return the mask to pass to ``model``, which reads none.
-
-    Without one, Transformers builds masks, for which it first searches for packed sequences: several small operations per call, which
-    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them.
-    """
-    return None if has_windows(model) else window_mask(0)
+def _refuse_unknown_states(model: nn.Module) -> None:
+    """CheckpointError for layers that should keep a state, but not through the methods of Transformers' cache (``states``)."""
+    kinds = getattr(text_configuration(model), "layer_types", None) or ()
+    for number, (layer, kind) in enumerate(zip(decoder_layers(model), kinds, strict=False)):
+        if kind in STATE_KINDS and next(stateful_modules(layer), None) is None:
+            raise CheckpointError(
+                f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
+                "does not support; use another engine and trainer"
+            )
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

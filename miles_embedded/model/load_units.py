@@ -65,7 +65,7 @@ class SharingLoader(Loader):
             home = self._sources[view.source]
             home.data = home.detach().clone()
             self._shared.remove(view.source)
-        copy(view.of(self._sources[view.source]), tensor)
+        copy(self._target(view), tensor)
         self.copied += tensor.numel() * tensor.element_size()
 
     def wait(self, target: Tensor, tensor: Tensor) -> None:

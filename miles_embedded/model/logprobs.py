@@ -8,6 +8,7 @@ here is restricted to the same support. Otherwise the two sides would compare di
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,8 @@ from miles_embedded.model.parts import head, text_configuration
 
 #: Largest number of logits in memory at once; further rows are processed in chunks.
 CHUNK_ELEMENTS = 1 << 26
+#: Bytes of so many logits with their copies and gradient. Logits that are not converted take fewer, so a chunk has more rows.
+_CHUNK_BYTES = 14 * CHUNK_ELEMENTS
 #: Configuration entries that scale the logits, and the entry that caps them.
 FACTORS, CAP = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier"), "final_logit_softcapping"
 #: Model types whose ``logits_scaling`` is a factor instead of a divisor.
@@ -41,7 +44,7 @@ def token_log_probs(
     temperature: float = 1.0,
     support: Ragged | None = None,
     entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log p(token | row), and optionally the entropy of that distribution.
 
@@ -52,7 +55,7 @@ def token_log_probs(
         temperature: temperature of the distribution that the tokens were sampled from.
         support: for each token, the ids that the sampler chose from; an empty list means the whole vocabulary.
         entropy: also return the entropy in nats.
-        chunk_elements: largest number of logits in memory at once.
+        chunk_elements: largest number of logits in memory at once; 0 for the default.
 
     Returns:
         log-probabilities [M] float32 (float64 for a float64 model), and entropies of the same shape and dtype, or None.
@@ -67,7 +70,7 @@ def head_log_probs(
     temperature: float = 1.0,
     support: Ragged | None = None,
     entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = 0,
     candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What ``token_log_probs`` returns, and the log-probabilities of further tokens from the same logits.
@@ -79,6 +82,9 @@ def head_log_probs(
     Returns:
         [M], [M] or None, and [M, k] or None.
     """
+    if not chunk_elements:
+        direct = _of_logits(model, hidden, support, entropy, candidates)
+        chunk_elements = CHUNK_ELEMENTS if direct is None else _CHUNK_BYTES // (2 * hidden.itemsize)
     rows = max(chunk_elements // _vocabulary(model), 1)
     if len(tokens) <= rows:
         return _chunk(model, hidden, tokens, temperature, support, entropy, candidates)
@@ -91,7 +97,7 @@ def head_log_probs(
         others = None if candidates is None else candidates[piece]
         arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy, others)
         if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_chunk(*arguments))
     log_probs = torch.cat([p[0] for p in parts])
@@ -161,6 +167,15 @@ def head_steps(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(found & {*FACTORS, CAP})
 
 
+def _of_logits(
+    model: nn.Module, hidden: Tensor, support: Ragged | None, entropy: bool, candidates: Tensor | None
+) -> Callable[[Tensor, Tensor, float], Tensor] | None:
+    """Return the method ``of_logits`` of the model's operation ``log_probs``; None if it has none, or more than its result is needed."""
+    if support is not None or entropy or candidates is not None or hidden.dtype == torch.float64:
+        return None
+    return getattr(operations_of(model).log_probs, "of_logits", None)
+
+
 def _vocabulary(model: nn.Module) -> int:
     return int(text_configuration(model).vocab_size)
 
@@ -175,6 +190,9 @@ def _chunk(
     candidates: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logits = logits_of(model, hidden)
+    direct = _of_logits(model, hidden, support, entropy, candidates)
+    if direct is not None:
+        return direct(logits, tokens, temperature), None, None
     if logits.dtype != torch.float64:
         logits = logits.float()
     logits = divide_by_temperature(logits, temperature)

@@ -114,7 +114,7 @@ class Operations:
     Attributes:
         norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for modules that
             compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code. It may have a method ``of_sum``: (x, other, weight, eps,
-            epilogue) -> x + other and the norm of it, without gradient, for the sums in decoder layers like Llama's (``replaced_sums``).
+            epilogue) -> x + other and the norm of it, for the sums in decoder layers like Llama's (``replaced_sums``).
         rotation: (query [1, heads, rows, dim], key [1, key heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine
             of both, with x1 and x2 the halves of x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
         gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
@@ -127,7 +127,8 @@ class Operations:
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
             trainer normalises with them wherever it needs more than ``log_probs``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
-            the whole vocabulary if no entropy is needed.
+            the whole vocabulary if no entropy is needed. It may have a method ``of_logits``: (logits, tokens, temperature) -> the same, float32,
+            from logits that are neither converted to float32 nor divided.
         supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
             tokens whose sampler chose from a part of the vocabulary.
         attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every

@@ -90,6 +90,12 @@ def put_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.__dict__["forward"] = MethodType(choose, module)
 
 
+def narrow_input(layer: Any) -> None:
+    """Make a linear layer convert its input to the type of its weight, as Transformers does in front of the output layer."""
+    own = layer.forward
+    put_forward(layer, lambda module, x: own(x.to(module.weight.dtype)))
+
+
 @contextmanager
 def class_forwards(module: nn.Module) -> Iterator[None]:
     """Suspend the replacements by ``put_forward`` in ``module`` and its submodules, so that the code of their classes runs inside the context.

@@ -63,7 +63,13 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
 
 
 def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
-    """Make an attention module use ``rotation`` if both agree; otherwise, and for None, restore its class's forward."""
+    """Make an attention module use ``rotation`` if both agree; otherwise, and for None, restore its class's forward.
+
+    Attention without rotary embeddings keeps its forward, which may be another replacement (``states.use_states``).
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or _ROTATION not in code.co_names:
+        return False
     module.__dict__.pop("forward", None)
     like = next(module.parameters(), None)
     if rotation is None or like is None:
@@ -202,9 +208,7 @@ def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str)
     """
     forward: Any = inspect.unwrap(base.forward)
     original = getattr(forward, "__globals__", {}).get(_ROTATION)
-    if original is None or _ROTATION not in forward.__code__.co_names:
-        return None
-    if not _same_rotation(original, rotation, dtype, device):
+    if original is None or not _same_rotation(original, rotation, dtype, device):
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

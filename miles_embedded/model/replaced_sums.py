@@ -4,7 +4,7 @@ one, then the first one of the next layer, or the model's last one. One kernel c
 result if it receives the same sum. Hooks on all modules run as before.
 
 The operation ``norm`` of the model's table has a method ``of_sum`` for this. A layer's forward is replaced only if its class computes the
-same results, and it is used only without gradients.
+same results. A layer that is recomputed in the backward pass runs the code of its class, which recomputes it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def take_computed(norm: Any, x: Tensor) -> Tensor | None:
 
 def _forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """[..., dim] -> [..., dim], as the layer's class; its defaults may not be those of its attention."""
-    if args or "attention_mask" not in kwargs or torch.is_grad_enabled():
+    recomputed = torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False) and layer.training
+    if args or "attention_mask" not in kwargs or recomputed:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     hidden_states = _add(layer.post_attention_layernorm, hidden_states, attended)

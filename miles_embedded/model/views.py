@@ -14,7 +14,7 @@ processes fewer or none. The rest of this backend uses plain tensors, through th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -79,6 +79,24 @@ class View:
         stride, offset = expert.within(self.stride[1:])
         offset += self.offset + expert.index * self.stride[0]
         return View(expert.name, self.source, expert.shape, stride, offset)
+
+
+def slice_all(tensor: Tensor, members: Sequence[View]) -> dict[str, Tensor]:
+    """Return the views ``members`` of one module tensor by name. Those of one layout at equal distances, such as a projection of all experts,
+    are made in one call: thousands of calls would take longer than the copy of the weights."""
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[View]] = {}
+    for view in members:
+        groups.setdefault((view.size, view.stride), []).append(view)
+    found: dict[str, Tensor] = {}
+    for (size, stride), alike in groups.items():
+        first, count = alike[0].offset, len(alike)
+        step = alike[1].offset - first if count > 1 else 0
+        if count > 2 and step > 0 and all(view.offset == first + i * step for i, view in enumerate(alike)):
+            whole = tensor.as_strided((count, *size), (step, *stride), tensor.storage_offset() + first)
+            found.update(zip([view.name for view in alike], whole.unbind(0), strict=True))
+        else:
+            found.update((view.name, view.of(tensor)) for view in alike)
+    return found
 
 
 def views(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> list[View]:
@@ -146,21 +164,30 @@ def export(model: nn.Module) -> Iterator[WeightUnit]:
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
     state = sources(model)
-    units = list(group_coupled([view for view in views(model, state) if is_streamed(state[view.source])]))
+    streamed = [view for view in views(model, state) if is_streamed(state[view.source])]
+    units = list(group_coupled(streamed))
     last = {view.source: number for number, members in enumerate(units) for view in members}
     passing = {name for name, tensor in state.items() if local_shard(tensor).sharded or codes_of(tensor)}
-    gathered: dict[str, Tensor] = {}
+    inside = _group_by_source(streamed)
+    gathered: dict[str, dict[str, Tensor]] = {}
     for number, members in enumerate(units):
         for view in members:
             if view.source not in gathered:
-                gathered[view.source] = full_values(state[view.source])
+                gathered[view.source] = slice_all(full_values(state[view.source]), inside[view.source])
         yield WeightUnit(
-            {v.name: v.of(gathered[v.source]) for v in members},
+            {v.name: gathered[v.source][v.name] for v in members},
             lasting=not passing.intersection(view.source for view in members),
         )
         for view in members:
             if last[view.source] == number:
                 gathered.pop(view.source, None)
+
+
+def _group_by_source(every: Iterable[View]) -> dict[str, list[View]]:
+    found: dict[str, list[View]] = {}
+    for view in every:
+        found.setdefault(view.source, []).append(view)
+    return found
 
 
 class Loader:
@@ -172,6 +199,8 @@ class Loader:
         self._sources = state
         self._shards: dict[str, LocalShard] = {}
         self._views = {v.name: v for v in views(model, state)}
+        self._members = _group_by_source(self._views.values())
+        self._targets: dict[str, tuple[int, dict[str, Tensor]]] = {}
         self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
@@ -194,6 +223,15 @@ class Loader:
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         view.write(self._shard(view.source), tensor, copy)
+
+    def _target(self, view: View) -> Tensor:
+        """Return the part of an unsharded module tensor that ``view`` refers to."""
+        home = self._sources[view.source].detach()
+        place, known = home.data_ptr(), self._targets.get(view.source)
+        if known is None or known[0] != place:
+            known = self._targets[view.source] = place, slice_all(home, self._members[view.source])
+        found = known[1].get(view.name)
+        return view.of(home) if found is None else found
 
     def _shard(self, source: str) -> LocalShard:
         if source not in self._shards:

@@ -1,14 +1,17 @@
-"""What the language model reads in place of images: features of the model's own tower, and positions.
+"""What the language model reads in place of images: features of the model's own tower, positions, and blocks.
 
 ``Vision.inputs`` makes the arguments of the decoder stack for a flat row of tokens, as engine and trainer pack them. Embeddings of
 placeholders are replaced by features, which ``get_image_features`` of the Transformers model computes, and positions with several axes come
-from its ``get_rope_index``. Each image is computed once per call.
+from its ``get_rope_index``; other families count tokens. In families whose forward reads ``token_type_ids`` (Gemma 3), consecutive features
+are a block that attends in both directions. Each image is computed once per call.
 
-The features of a sequence's media fill its first placeholders. Further ones are tokens that the model sampled, and are embedded as such.
+The features of a sequence's media fill the placeholders of their expansions, in order. Further placeholders are tokens that the model sampled,
+and are embedded as such.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from miles_core.data.batch import Batch
 from miles_core.data.media import Media
 from miles_core.errors import MilesError
+from miles_embedded.model.attention import BLOCKS
 from miles_embedded.model.image_processor import ImageProcessor
 from miles_embedded.model.parts import configuration
 
@@ -57,21 +62,34 @@ class Vision:
             raise MilesError(f"{type(model).__name__} has no tower for images; run it without --media")
         self.outer, self.processor = outer, processor
         self.placeholder = int(configuration(model).image_token_id)
+        #: Whether the features of an image attend to each other in both directions.
+        self.blocks = has_blocks(model)
 
     def check(self, tokens: Sequence[int], media: Item) -> None:
-        """Raise MilesError unless ``tokens`` have a placeholder for each feature of ``media``."""
-        found, needed = int((np.asarray(tokens) == self.placeholder).sum()), sum(map(self._count, media))
-        if found < needed:
-            raise MilesError(
-                f"the prompt has {found} placeholder tokens ({self.placeholder}) for {len(media)} images, which need {needed}; only the prompt of "
-                "a row contains its images, so a rollout function must continue its tokens"
-            )
+        """Raise MilesError unless ``tokens`` have the expansion of each of ``media``, in order."""
+        self._find_places(np.asarray(tokens), media)
 
-    def _count(self, media: Media) -> int:
-        """Return the number of features of an image: the placeholders in its expansion."""
-        tokenizer = self.processor.processor.tokenizer
-        tokens = tokenizer.encode(self.processor.expand(self.processor.token, (media,)), add_special_tokens=False)
-        return tokens.count(self.placeholder)
+    def _find_places(self, tokens: np.ndarray, media: Item) -> np.ndarray:
+        """Return the indices of the placeholders for the features of ``media``.
+
+        Raises:
+            MilesError: an expansion is missing.
+        """
+        filled, at, found = np.flatnonzero(tokens == self.placeholder), 0, []
+        for item in media:
+            span = self.processor.span(item, self.placeholder)
+            starts = filled[at:]
+            match = next((i for i, s in enumerate(starts) if np.array_equal(tokens[s : s + len(span)], span)), None)
+            if match is None:
+                needed = sum(int((self.processor.span(m, self.placeholder) == self.placeholder).sum()) for m in media)
+                raise MilesError(
+                    f"a sequence has {len(filled)} placeholder tokens ({self.placeholder}) for {len(media)} images, which need {needed} in the "
+                    "order of their expansions; a rollout function must continue the tokens of the prompt, and pass the media of what it adds"
+                )
+            own = np.flatnonzero(span == self.placeholder)
+            found.append(starts[match] + own)
+            at += match + len(own)
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def inputs(
         self, tokens: Tensor, lengths: Sequence[int], media: Sequence[Item], rows: Tensor | None = None
@@ -87,37 +105,31 @@ class Vision:
         host = tokens.cpu().numpy()
         features = self.features(list(dict.fromkeys(item for items in media for item in items)))
         place = np.full(len(host), -1, np.int64)
-        positions = np.zeros((3, len(host)), np.int64)
+        positions, blocks = np.zeros((3, len(host)), np.int64), np.zeros(len(host), np.int64)
         known: dict[tuple[Item, bytes], np.ndarray] = {}
         start = 0
         for length, items in zip(lengths, media, strict=True):
             own = slice(start, start + length)
-            filled = np.flatnonzero(host[own] == self.placeholder)
+            filled = self._find_places(host[own], items)
             index = [np.arange(features.counts[m]) + features.start[m] for m in items]
-            wanted = np.concatenate(index) if index else np.zeros(0, np.int64)
-            if len(filled) < len(wanted):
-                raise MilesError(
-                    f"a sequence has {len(filled)} placeholder tokens for {len(wanted)} features of its images"
-                )
-            place[own][filled[: len(wanted)]] = wanted
-            end = int(filled[len(wanted) - 1]) + 1 if len(wanted) else 0
+            place[own][filled] = np.concatenate([np.zeros(0, np.int64), *index])
+            blocks[own] = _number_runs(place[own] >= 0)
+            end = int(filled[-1]) + 1 if len(filled) else 0
             key = items, host[own][:end].tobytes()
             if key not in known:
-                known[key] = self._positions(host[own][:end], items)
+                known[key] = self._positions(host[own][:end], place[own][:end] >= 0, items)
             positions[:, own] = _continue(known[key], length)
             start += length
         picked = torch.arange(len(host), device=tokens.device) if rows is None else rows
-        return self._arguments(
-            tokens[picked],
-            torch.from_numpy(place).to(tokens.device)[picked],
-            torch.from_numpy(positions).to(tokens.device)[:, picked],
-            features,
-        )
+        moved = [torch.from_numpy(x).to(tokens.device)[..., picked] for x in (place, positions, blocks)]
+        return self._arguments(tokens[picked], moved[0], moved[1], moved[2], features)
 
-    def _arguments(self, tokens: Tensor, place: Tensor, positions: Tensor, features: Features) -> dict[str, Any]:
-        """Return the arguments from [R] tokens, [R] index of each one's feature (-1 for text) and [3, R] positions."""
+    def _arguments(
+        self, tokens: Tensor, place: Tensor, positions: Tensor, blocks: Tensor, features: Features
+    ) -> dict[str, Any]:
+        """Return the arguments from [R] tokens, [R] index of each one's feature (-1 for text), [3, R] positions and [R] blocks."""
         mask, index = place >= 0, place[place >= 0]
-        embedded = self.outer.get_input_embeddings()(tokens)
+        embedded = self.outer.get_input_embeddings()(tokens.masked_fill(mask, 0))  # some placeholders have no embedding
         chosen = features.rows[index].to(embedded.dtype)
         found: dict[str, Any] = {
             "inputs_embeds": embedded.masked_scatter(mask.unsqueeze(-1), chosen).unsqueeze(0),
@@ -126,6 +138,8 @@ class Vision:
         if features.deep:
             deep = [rows[index].to(embedded.dtype) for rows in features.deep]
             found |= {"visual_pos_masks": mask.unsqueeze(0), "deepstack_visual_embeds": deep}
+        if self.blocks:
+            found[BLOCKS] = blocks
         return found
 
     @property
@@ -149,15 +163,33 @@ class Vision:
         found: Any = self.outer.get_image_features(**given, return_dict=True)
         return _flatten(found.pooler_output), [_flatten(x) for x in getattr(found, "deepstack_features", None) or ()]
 
-    def _positions(self, tokens: np.ndarray, media: Item) -> np.ndarray:
-        """Return the positions [3, tokens] of a sequence that ends with its last feature."""
+    def _positions(self, tokens: np.ndarray, filled: np.ndarray, media: Item) -> np.ndarray:
+        """Return the positions [3, tokens] of a sequence that ends with its last feature; ``filled`` are the features."""
         if self.axes == 1 or not len(tokens):
             return np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
-        kinds = torch.from_numpy((tokens == self.placeholder).astype(np.int64))[None]
+        kinds = torch.from_numpy(filled.astype(np.int64))[None]
         grids = torch.cat([self.processor.inputs(item)["image_grid_thw"] for item in media])
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         found: Tensor = self.outer.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
         return found[:, 0].numpy()
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether the features of an image attend to each other in both directions."""
+    outer: Any = getattr(model, "model", model)
+    return "token_type_ids" in inspect.signature(type(outer).forward).parameters
+
+
+def shares(model: nn.Module, batch: Batch) -> bool:
+    """Return whether siblings may share a prompt: not if a replayed column could end the shared part inside a block."""
+    return not (batch.media and batch.inputs and has_blocks(model))
+
+
+def _number_runs(inside: np.ndarray) -> np.ndarray:
+    """Number the runs of consecutive true values [n]; -1 outside."""
+    starts = inside.copy()
+    starts[1:] &= ~inside[:-1]
+    return np.where(inside, starts.cumsum() - 1, -1)
 
 
 def _continue(positions: np.ndarray, length: int) -> np.ndarray:

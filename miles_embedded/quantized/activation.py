@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
+from miles_core.precision.format import Parts
 from miles_core.precision.product import Product
 from miles_embedded.model.experts import is_standard, round_inputs
 from miles_embedded.model.grouped_experts import INPUT_ROUNDING
@@ -92,6 +93,10 @@ class RoundedInputs(Rounding):
             self.layers[encoded.name].take(encoded)
         elif encoded.name in self.experts:
             self.experts[encoded.name].take(encoded)
+
+    def reserve(self, name: str) -> Parts:
+        """Return the memory for the codes of one tensor of a weight update, stored name -> tensor; {} if ``take`` copies them."""
+        return self.experts[name].reserve(name) if name in self.experts else {}
 
     def decoded_codes(self, name: str, rows: int) -> Tensor | None:
         """Return a checkpoint tensor of so many rows, decoded from the codes that its native product reads, FP32; None if it reads values,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.data.weight_unit import Encoded
-from miles_core.precision.format import Format, Parts
+from miles_core.precision.format import Format, Parts, part_name
 from miles_core.precision.product import Product
 from miles_embedded.model.grouped_experts import combine, sort_choices
 from miles_embedded.model.views import View
@@ -50,6 +50,8 @@ class NativeExperts:
         }
         self._shapes = {name: tuple(module._parameters[name].shape) for name in _WEIGHTS}  # type: ignore[union-attr]
         self._places = {view.name: self._place(view) for view in views}
+        self._rows = {view.name: view.size[0] for view in views}
+        self._rooms: dict[str, Parts] = {}
         self._missing = set(self._places)
 
     @property
@@ -76,17 +78,31 @@ class NativeExperts:
             self.restore()
             self._missing.add(encoded.name)
             return
-        if not self.codes:
-            self.codes = {name: self._allocate(name) for name in _WEIGHTS}
-        name, expert, row = self._places[encoded.name]
-        for key, part in encoded.parts.items():
-            whole = self.codes[name][key.rpartition(".")[2]]
-            first = row * whole.shape[1] // self._shapes[name][1]
-            whole[expert, first : first + len(part)].copy_(part)
+        for key, room in self.reserve(encoded.name).items():
+            if encoded.parts[key] is not room:  # else the encoder has written there
+                room.copy_(encoded.parts[key])
+        if not self._missing:
+            return
         self._missing.discard(encoded.name)
         if self.codes_only and self.ready:
             for weight in self.weights.values():
                 weight.free()
+
+    @torch.no_grad()
+    def reserve(self, name: str) -> Parts:
+        """Return the memory for the codes of one checkpoint tensor, stored name -> tensor."""
+        if not self.codes:
+            self.codes, self._rooms = {weight: self._allocate(weight) for weight in _WEIGHTS}, {}
+        if name not in self._rooms:
+            weight, expert, row = self._places[name]
+            _, n, k = self._shapes[weight]
+            size = (self._rows[name], k)
+            room = self._rooms[name] = {}
+            for stored in self.format.storage(size):
+                whole = self.codes[weight][stored.suffix]
+                first = row * whole.shape[1] // n
+                room[part_name(name, stored.suffix)] = whole[expert, first : first + stored.shape[0]]
+        return self._rooms[name]
 
     def restore(self) -> None:
         """Store the values again."""
@@ -117,7 +133,7 @@ class NativeExperts:
 
     def drop(self) -> None:
         """Free the codes."""
-        self.codes, self._missing = {}, set(self._places)
+        self.codes, self._rooms, self._missing = {}, {}, set(self._places)
 
     def _allocate(self, name: str) -> Parts:
         experts, n, k = self._shapes[name]

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from miles_core.data.weight_unit import Encoded
 from miles_embedded.engine.build import end_tokens
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.model.parts import configuration
@@ -74,7 +74,7 @@ async def main(config: dict[str, Any], out: int) -> None:
     model = load_model(config.pop("checkpoint"), device=config.pop("device"))
     record_routes(model)
     tokenizer = AutoTokenizer.from_pretrained(configuration(model).name_or_path)
-    settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), **config)
+    settings = Settings(Detokenizer(tokenizer), end_tokens(model, tokenizer), **config)
     worker = Worker(EmbeddedEngine(model, settings), out)
     stream, loop, calls = asyncio.StreamReader(), asyncio.get_running_loop(), set()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), sys.stdin)

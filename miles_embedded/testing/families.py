@@ -8,6 +8,7 @@ from typing import Any
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.facts import Facts
 from miles_embedded.manifest import review
+from miles_embedded.testing.image_families import IMAGE_FAMILIES
 from miles_testing import tiny
 
 _COMMON = {k: v for k, v in tiny.FAMILIES["qwen3"][1].items() if k != "head_dim"}
@@ -35,18 +36,11 @@ _DELTA = {
 _GEMMA4 = tiny.ROUTER_FAMILIES["gemma4"][1]
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _IMAGE = {**_TOWER, "image_size": 28, "patch_size": 14}
-_QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-_QWEN_IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-
-
-def _sections(*sections: int) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
-
-
 #: family -> (name of the configuration class, its arguments). Windows, chunks and indexer choices are shorter than the sequences.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **tiny.FAMILIES,
     **tiny.ROUTER_FAMILIES,
+    **IMAGE_FAMILIES,
     "qwen2": ("Qwen2Config", _COMMON),
     "qwen2_moe": (
         "Qwen2MoeConfig",
@@ -185,64 +179,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
         },
     ),
-    "gemma3": (
-        "Gemma3Config",
-        {
-            "text_config": {**_HEADS, **_ALTERNATING},
-            "vision_config": _IMAGE,
-            "mm_tokens_per_image": 4,
-            "image_token_index": 60,
-            "boi_token_index": 61,
-            "eoi_token_index": 62,
-            "tie_word_embeddings": False,
-        },
-    ),
     "gemma4, with towers": (
         "Gemma4Config",
         {
             "text_config": _GEMMA4,
             "vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2},
             "audio_config": None,
-        },
-    ),
-    "mistral3": (
-        "Mistral3Config",
-        {
-            "text_config": {**_HEADS, "model_type": "mistral"},
-            "vision_config": {**_IMAGE, "head_dim": 16, "model_type": "pixtral"},
-            "image_token_index": 60,
-        },
-    ),
-    "qwen2_vl": (
-        "Qwen2VLConfig",
-        {
-            "text_config": {**_COMMON, **_sections(1, 1, 2)},
-            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1},
-            **_QWEN_IDS,
-        },
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        {
-            "text_config": {**_COMMON, **_sections(1, 1, 2)},
-            "vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]},
-            **_QWEN_IDS,
-        },
-    ),
-    "qwen3_vl": (
-        "Qwen3VLConfig",
-        {
-            "text_config": {**_HEADS, **_sections(2, 3, 3)},
-            "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-            **_QWEN_IDS,
-        },
-    ),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoeConfig",
-        {
-            "text_config": {**_HEADS, **_MOE, **_sections(2, 3, 3)},
-            "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-            **_QWEN_IDS,
         },
     ),
     "llama4, with towers": (

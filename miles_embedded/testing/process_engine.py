@@ -20,6 +20,7 @@ from safetensors.torch import save as save_tensors
 
 from miles_core import errors
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
+from miles_core.data.media import Media
 from miles_core.data.weight_unit import Encoded
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.testing import frames
@@ -80,7 +81,14 @@ class ProcessEngine(Engine):
         data, payload = await self._call("generate", frames.pack_request(request))
         return frames.unpack_response(data, payload)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
+        if any(media):
+            raise errors.MilesError("this engine reads text only")
         arguments = {"sequences": [list(s) for s in sequences], "temperature": temperature}
         _, payload = await self._call("score", arguments)
         arrays = load_arrays(payload)

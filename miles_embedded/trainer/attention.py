@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import to_device
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, same_block
 from miles_embedded.model.flash import flash_supports
 from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.model.states import Advance
@@ -65,7 +65,7 @@ class Buckets:
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self._narrow: dict[tuple[int, int], list[Tensor]] = {}
+        self._narrow: dict[tuple[int, int, bool], list[Tensor]] = {}
         self.trunks, self.branches, slots, pads = _buckets(packing)
         device = packing.rows.device
         self.slots = to_device(torch.from_numpy(slots), device)
@@ -80,10 +80,11 @@ class Buckets:
         """Return masks like ``Bucket.mask``, restricted by ``options``: of every trunk bucket, then of every branch bucket."""
         if options.choice is not None and options.hides == (0, 0):
             return options.choice.masks
-        if options.hides not in self._narrow:
+        key = (*options.hides, options.blocks is not None)  # a packing has the same blocks in all layers
+        if key not in self._narrow:
             every = [*self.trunks, *self.branches]
-            self._narrow[options.hides] = [_make_mask(self, self._packing, b, options) for b in every]
-        masks = self._narrow[options.hides]
+            self._narrow[key] = [_make_mask(self, self._packing, b, options) for b in every]
+        masks = self._narrow[key]
         return masks if options.choice is None else [a & b for a, b in zip(masks, options.choice.masks, strict=True)]
 
 
@@ -135,7 +136,8 @@ class PackedCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # squeezed, because the gradient of an indexed tensor is a copy into zeros, in another order of the dimensions
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if options is None and query.is_cuda and flash_supports(query):
             return flash(q, k, v, self._flash, scaling).unsqueeze(0)
         return self._attend_buckets(q, k, v, scaling, options).unsqueeze(0)
@@ -258,7 +260,8 @@ def _make_mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: Atte
     options = options or AttentionOptions()
     row = torch.arange(bucket.length, device=packing.rows.device)
     if bucket.trunk is None:
-        return options.sees(row[:, None], row)[None, None]
+        mask = options.sees(row[:, None], row, _find_together(buckets, bucket, options.blocks))
+        return mask.view(-1, 1, bucket.length, bucket.length)
     home = buckets.trunks[bucket.trunk_bucket]
     lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
     if (lengths == home.length).all():
@@ -266,4 +269,14 @@ def _make_mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: Atte
     ends = to_device(torch.from_numpy(lengths), row.device)[:, None, None]
     query, column = ends + row[:, None], torch.arange(home.length, device=row.device)
     seen = options.sees(query, column) & (column < ends)
-    return torch.cat([seen, options.sees(query, ends + row)], 2).unsqueeze(1)
+    own = options.sees(query, ends + row, _find_together(buckets, bucket, options.blocks))
+    count = max(len(seen), len(own))  # 1 for one mask for all segments
+    return torch.cat([seen.expand(count, -1, -1), own.expand(count, -1, -1)], 2).unsqueeze(1)
+
+
+def _find_together(buckets: Buckets, bucket: Bucket, blocks: Tensor | None) -> Tensor | None:
+    """[segments, length, length] whether two rows of a segment are in one block; None without blocks. A block is in one segment (``pack``)."""
+    if blocks is None:
+        return None
+    own = _segments(blocks[buckets.slots].index_fill(0, buckets.pads, -1), bucket)
+    return same_block(own[:, :, None], own[:, None])

@@ -52,7 +52,8 @@ class FlashPlan:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
     """Attend q [rows, heads, dim] to k [rows, kv heads, dim] and v [rows, kv heads, width <= dim]; returns [rows, heads, width]."""
-    return _Flash.apply(*pad_heads(q, k, v), plan, scaling)[..., : v.shape[-1]]
+    out: Tensor = _Flash.apply(*pad_heads(q, k, v), plan, scaling)
+    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
 
 
 class _Flash(torch.autograd.Function):

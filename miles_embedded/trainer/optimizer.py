@@ -84,9 +84,14 @@ class Optimizer:
         master = (own.tensor.to(torch.float32, copy=True) if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            grad = local_shard(parameter.grad).tensor
-            master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
+            grad, total = parameter.grad, master.grad
+            assert grad is not None
+            if own.sharded:
+                grad = local_shard(grad).tensor
+            if total is None:
+                master.grad = grad.to(master.dtype)
+            else:
+                total.add_(grad)
             parameter.grad = None
 
         copy.register_post_accumulate_grad_hook(collect)

@@ -327,9 +327,29 @@ def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[
 
 
 def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
-    """Assign pieces by first fit, largest first, to few micro-batches; samples stay in order within each."""
+    """Assign pieces to few micro-batches; samples stay in order within each."""
+    ordered = sorted(pieces, key=lambda p: (-p[0], p[1][0]))
+    found = _fill_first(ordered, limit)
+    return _fill_evenly(ordered, limit, len(found)) or found
+
+
+def _fill_evenly(ordered: list[tuple[int, list[int]]], limit: int, count: int) -> list[list[int]]:
+    """Assign each piece to the smallest of ``count`` micro-batches; [] if one gets too large. Every micro-batch takes the host the same time,
+    during which a GPU would wait in a small one, and the largest determines the memory."""
+    bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
+    for cost, samples in ordered:
+        i = min(range(count), key=lambda i: bins[i][0])
+        used, held = bins[i]
+        if used and used + cost > limit:
+            return []
+        bins[i] = used + cost, held + samples
+    return [sorted(samples) for _, samples in bins]
+
+
+def _fill_first(ordered: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
+    """Assign each piece to the first micro-batch that it fits into."""
     bins: list[tuple[int, list[int]]] = []
-    for cost, samples in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
+    for cost, samples in ordered:
         for i, (used, held) in enumerate(bins):
             if used + cost <= limit:
                 held += samples

@@ -32,13 +32,14 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.image_processor import ImageProcessor
-from miles_embedded.model.load import facts_of, mask_for
+from miles_embedded.model.load import facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.parts import backbone, decoder_layers, is_critic, value_head
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import constant_tensors, local_shard
 from miles_embedded.model.views import export
-from miles_embedded.model.vision import Vision
+from miles_embedded.model.vision import Vision, shares
+from miles_embedded.model.windows import mask_for
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
@@ -179,7 +180,7 @@ class EmbeddedTrainer(Trainer):
             attention_mask=self._mask,
             use_cache=False,
             call=call,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         self.loads.close(ctx)
         aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
@@ -308,7 +309,7 @@ class EmbeddedTrainer(Trainer):
         """Pack one micro-batch on the model's device, and make the context for ``forward``. Arguments as for ``micro_batches``;
         ``samples`` are the indices of the micro-batch's samples, one entry of ``split``."""
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
-        packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
+        packing = pack_grown(micro_batch, self.config.share_prompts and shares(self.model, micro_batch), self._switch)
         micro_batch = micro_batch.to(self.device)
         names = ("rows", "positions", "row_of", "sources", "targets")
         moved: dict[str, Any] = {name: to_device(getattr(packing, name), self.device) for name in names}

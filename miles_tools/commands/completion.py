@@ -15,6 +15,8 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from miles_core.config.command import CommandParser
+
 if TYPE_CHECKING:
     from miles_core.cli.commands import Commands
 
@@ -39,14 +41,9 @@ class Words:
 
 def run(argv: Sequence[str]) -> int:
     """Print the script for the shell that ``argv`` names."""
-    parser = argparse.ArgumentParser(
-        prog="miles completion",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shell", choices=sorted(SCRIPTS), help="the shell that reads the script")
-    print(SCRIPTS[parser.parse_args(list(argv)).shell](words()))
+    print(SCRIPTS[parser.parse_all(argv).shell](words()))
     return 0
 
 

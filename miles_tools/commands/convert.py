@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.config.command import Command, parse_own
+from miles_core.config.command import Command, CommandParser
 from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_help(words))
         return 0
-    options, rest, command = parse_own(_parser(), words, "convert")
+    parser = _parser()
+    options, rest, command = parser.parse_own(words)
     if options.to is None and (found := _change(rest)):
         return _changed(*found, options, rest, command)
     missing = [
@@ -43,7 +44,13 @@ def run(argv: Sequence[str]) -> int:
     ]
     missing += [] if options.save_dir or options.dry_run else ["--save-dir DIR"]
     if missing:
-        raise ConfigError(f"miles convert needs {' and '.join(missing)}: {USAGE}")
+        from miles_core.config.load import load
+
+        if rest:
+            load(rest, command=command)  # reports an unknown flag, which may be one of the missing
+        line = [*words, *(word for text in missing for word in text.split())]
+        raise parser.refuse(f"miles convert needs {' and '.join(missing)}", line)
+    _check_format(parser, words, options.to, rest)
     conversion = _plan(options, rest, command)
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -93,13 +100,8 @@ def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Seque
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"miles convert: {message}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = _Parser(prog="miles convert", usage=USAGE, description=__doc__, add_help=False, allow_abbrev=False)
+def _parser() -> CommandParser:
+    made = CommandParser("convert", usage=USAGE, description=__doc__, add_help=False)
     made.add_argument("--to", metavar="FORMAT", help="an installed number format, or bf16 to dequantise")
     made.add_argument("--model-dir", metavar="DIR", type=_path, help="the Hugging Face checkpoint to read")
     made.add_argument("--save-dir", metavar="DIR", type=_path, help="where to write; must not exist, or be empty")
@@ -138,18 +140,25 @@ def _size(text: str) -> int:
     return int(size)
 
 
+def _check_format(parser: CommandParser, words: list[str], name: str, rest: list[str]) -> None:
+    from miles_core.config.load import schema_for
+    from miles_formats.convert.installed import describe_unknown, providers
+
+    known = providers(schema_for(rest).manifests)
+    if name not in (*known, PLAIN):
+        raise parser.refuse_value(describe_unknown(name, known), words, name, [*known, PLAIN])
+
+
 def _plan(options: argparse.Namespace, rest: list[str], command: Command) -> Conversion:
     if options.to == PLAIN:
         if rest:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_formats.convert.installed import describe_unknown, format_class, providers
+    from miles_formats.convert.installed import format_class, providers
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
-    if options.to not in known:
-        raise ConfigError(describe_unknown(options.to, known))
     config = load(rest, command=replace(command, before=("--rollout-precision", options.to)))
     named = [manifests[name] for name in config.plugins if name in manifests] if config.is_set("plugins") else []
     changing = [plugin for plugin in named if options.to not in plugin.formats]

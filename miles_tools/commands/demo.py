@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -10,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from miles_core.config.command import parse_own
+from miles_core.config.command import CommandParser
 from miles_core.errors import ConfigError
 from miles_tools.demo.cuda_context import open_context
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 130 if the user stopped the training."""
-    chosen, extra, command = parse_own(_parser(), argv, "demo")
+    chosen, extra, command = _parser().parse_own(argv)
     if chosen.dir == "":
         raise ConfigError("--dir '': the path is empty; leave it out for runs/demo-<time>")
     if chosen.device != "cpu" and not any(
@@ -86,10 +85,9 @@ def free_processors(processors: int, load: float) -> int:
     return max(processors - round(load), 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="miles demo",
-        allow_abbrev=False,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "demo",
         description="Train a small Qwen3-MoE to add two-digit numbers, on this machine, in minutes: a supervised warm "
         "start, then GRPO with the installed plugins that support the demo. It creates model and data, runs miles train, and "
         "writes a report. Flags of miles train override the demo's values, e.g. --num-rollout 50 or --plugins NAME.",

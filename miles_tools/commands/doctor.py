@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.config.command import Command, parse_own
+from miles_core.config.command import Command, CommandParser
 from miles_core.observe.environment import Environment, bytes_text, environment, find_version
 
 if TYPE_CHECKING:
@@ -33,11 +32,18 @@ class Requirement:
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if a run can start here, 2 if a requirement is not met."""
     parser = _parser()
-    options, rest, command = parse_own(parser, argv, "doctor")
+    options, rest, command = parser.parse_own(argv)
     if rest and not options.precision:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.parse_all(argv)
     if options.precision and options.model is None:
-        parser.error("--precision shows a model's memory in that format: give --model DIR")
+        why = "--precision shows a model's memory in that format: give --model DIR"
+        raise parser.refuse(why, ["--model", "DIR", *argv])
+    if options.precision:
+        from miles_formats.convert.installed import describe_unknown, providers
+
+        if options.precision not in (known := providers()):
+            problem = describe_unknown(options.precision, known)
+            raise parser.refuse_value(problem, argv, options.precision, list(known))
     found = environment()
     needs = requirements()
     model = None
@@ -71,9 +77,9 @@ def run(argv: Sequence[str]) -> int:
     return 2 if any(not r.ok for r in needs) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="miles doctor",
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "doctor",
         description="Show versions, hardware, and what each installed plugin can do here; with --model, what a "
         "checkpoint holds and what training it takes.",
     )

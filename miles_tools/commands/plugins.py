@@ -1,16 +1,17 @@
-"""``miles plugins``: lists installed plugins; ``check``, ``explain NAME``, ``new NAME``."""
+"""``miles plugins``: lists installed plugins; ``check``, ``explain NAME``, ``matrix``, ``new NAME``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.cli.plan import collect_facts, make_parser
-from miles_core.config.command import Command, parse_own
+from miles_core.config.command import Command, CommandParser
 from miles_core.errors import PluginError
+from miles_core.plugin.load import import_target
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -19,18 +20,24 @@ if TYPE_CHECKING:
 USAGE = """miles plugins [--json] [options of miles train]
        miles plugins check [options of miles train]
        miles plugins explain NAME [--fact NAME=VALUE] [--hardware GPU] [options of miles train]
+       miles plugins matrix [--only NAME,...] [--workers N] [--save FILE.jsonl] [--markdown]
        miles plugins new NAME [--format] [--dir DIR]"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the list or one of the three subcommands."""
+    """Run the list or one of the subcommands."""
     words = list(argv)
     if words[:1] == ["new"]:
         return _new(words[1:])
+    if words[:1] == ["matrix"]:  # of the test kit, which is a layer above
+        matrix: Callable[[Sequence[str]], int] = import_target("bundled", "miles_testing.matrix_command:run")
+        return matrix(words[1:])
     if words[:1] == ["explain"]:
         return _explain(words[1:])
     if words[:1] == ["check"]:
         return _check(words[1:])
+    if words and not words[0].startswith("-"):
+        raise CommandParser("plugins").refuse_word(words, ("check", "explain", "new"))
     return _list(words)
 
 
@@ -44,7 +51,7 @@ def _situation(rest: Sequence[str], options: argparse.Namespace, command: Comman
 
 def _list(argv: Sequence[str]) -> int:
     """Print a table of the installed plugins; ``state`` is whether the plugin by itself is usable on this host."""
-    options, rest, command = parse_own(make_parser(USAGE, "List the installed plugins."), argv, "plugins")
+    options, rest, command = make_parser("plugins", USAGE, "List the installed plugins.").parse_own(argv)
     config, catalogue, facts = _situation(rest, options, command)
     rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
     if options.json:
@@ -101,8 +108,8 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and lint every installed manifest."""
-    made = make_parser(USAGE, "Resolve without running; find mistakes in manifests.")
-    options, rest, command = parse_own(made, argv, "plugins check")
+    made = make_parser("plugins check", USAGE, "Resolve without running; find mistakes in manifests.")
+    options, rest, command = made.parse_own(argv)
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import list_notices
     from miles_core.plugin.resolve import resolve
@@ -126,9 +133,9 @@ def _check(argv: Sequence[str]) -> int:
 
 def _explain(argv: Sequence[str]) -> int:
     """Print each constraint of a plugin with its reason and its result here."""
-    made = make_parser(USAGE, "Explain a plugin's constraints.")
+    made = make_parser("plugins explain", USAGE, "Explain a plugin's constraints.")
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
-    options, rest, command = parse_own(made, argv, "plugins explain")
+    options, rest, command = made.parse_own(argv)
     from miles_core.plugin.check import check
     from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import explain
@@ -142,11 +149,11 @@ def _explain(argv: Sequence[str]) -> int:
 
 def _new(argv: Sequence[str]) -> int:
     """Generate a working third-party plugin."""
-    made = argparse.ArgumentParser(prog="miles plugins new", description=_new.__doc__, allow_abbrev=False)
+    made = CommandParser("plugins new", description=_new.__doc__)
     made.add_argument("name", help="lower-case letters, digits and _")
     made.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: ./miles-plugin-NAME)")
     made.add_argument("--format", action="store_true", help="a number format with its contract tests")
-    options = made.parse_args(list(argv))
+    options = made.parse_all(argv)
     from miles_tools.authoring.scaffold import write_plugin
 
     files = write_plugin(options.name, options.dir, options.format)

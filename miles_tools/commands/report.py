@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+
+from miles_core.config.command import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="miles report",
+    parser = CommandParser(
+        "report",
         description="Write RUN/report.html (one file with all plots) and RUN/report/*.png, and print the file's path. "
         "Works while the run is going on, too. With several runs, write one page that compares them: the options that "
         "differ, plots with a line per run, and the last value of every metric.",
@@ -18,14 +19,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--output", metavar="FILE", help="file of a comparison (default: compare.html in the current directory)"
     )
-    chosen = parser.parse_args(argv)
+    chosen = parser.parse_all(argv)
     if len(chosen.runs) > 1:
         from miles_tools.report.compare import HTML, compare
 
         print(compare(chosen.runs, chosen.output or HTML).resolve())
         return 0
     if chosen.output:
-        parser.error("--output is for a comparison of several runs; a report is written to RUN/report.html")
+        why = "--output is for a comparison of several runs; a report is written to RUN/report.html"
+        raise parser.refuse(why, chosen.runs)
     from miles_tools.report.report import report
 
     print(report(chosen.runs[0]).resolve())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.cli.plan import collect_facts, make_parser
-from miles_core.config.command import parse_own
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -27,12 +26,12 @@ DESCRIPTION = (
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if the gap is within the tolerance, else 1."""
-    made = make_parser(USAGE, DESCRIPTION)
+    made = make_parser("verify", USAGE, DESCRIPTION)
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     made.add_argument(
         "--exact", action="store_true", help="compare every module's outputs; exit with 1 unless bit-identical"
     )
-    options, rest, command = parse_own(made, argv, "verify")
+    options, rest, command = made.parse_own(argv)
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, localise, prepare
 

@@ -1,7 +1,7 @@
 r"""Finds the final answer of a mathematical response and converts it to a form that math-verify reads correctly.
 
-The answer is what the last box holds, ``\boxed{...}`` or ``\fbox{...}``, unless "final answer is ..." follows it. Boxes separated only by
-commas, "and" or "or" are one answer with several parts. Without a box, math-verify searches the text for one. It
+The answer is what the last box holds, ``\boxed{...}``, ``\fbox{...}`` or ``\framebox{...}``, unless "final answer is ..." follows it.
+Boxes separated only by commas, "and" or "or" are one answer with several parts. Without a box, math-verify searches the text for one. It
 misreads notations that models write: 1e3 as 3 times e, ``1\,000`` as 0, and "12." not at all. Here they become plain decimal numbers.
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -91,6 +92,39 @@ def checksum_of(tensor: Tensor) -> int | Tensor:
     if runs_kernels(pieces[0]) and _aligned(*pieces):
         return KernelSum(flat.device, *pieces).launch(sum(map(len, pieces)))
     return checksum(*pieces)
+
+
+def checksums_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksums of several tensors of one GPU with Triton as a tensor [n] int64, modulo 2^64, in a few launches on the current
+    stream; each is that of ``checksum_of``."""
+    from miles_workers.transport import checksum_kernel  # needs Triton
+
+    device = tensors[0].device
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    whole = [tensor.detach().contiguous() for tensor in tensors]
+    jobs, ends = [], []
+    for number, tensor in enumerate(whole):
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        blocks = nbytes // BLOCK if address % ALIGNED == 0 else 0
+        if blocks:
+            jobs.append((address, 0, 0, blocks, number))
+        if blocks * BLOCK < nbytes:
+            ends.append((number, blocks, nbytes))
+    if ends:  # what is no whole block is copied and filled up with zeros
+        sizes = [-(-nbytes // BLOCK) - blocks for _, blocks, nbytes in ends]
+        room = torch.zeros(sum(sizes) * BLOCK, dtype=torch.uint8, device=device)
+        targets, sources, at = [], [], 0
+        for (number, blocks, nbytes), size in zip(ends, sizes, strict=True):
+            flat = whole[number].as_strided((whole[number].numel(),), (1,)).view(torch.uint8)
+            sources.append(flat[blocks * BLOCK :])
+            targets.append(room[at * BLOCK :][: nbytes - blocks * BLOCK])
+            jobs.append((room.data_ptr() + at * BLOCK, 0, blocks, size, number))
+            at += size
+        torch._foreach_copy_(targets, sources)
+    if jobs:
+        with torch.cuda.device(device):
+            checksum_kernel.run(jobs, totals, BLOCK)
+    return totals
 
 
 class BlockSums:
@@ -220,7 +254,7 @@ class KernelSum(Sum):
         super().__init__(*pieces)
         self._device = device
         self._total: Tensor | None = None  # allocated at the first launch
-        self._jobs: list[tuple[int, int, int, int]] = []
+        self._jobs: list[tuple[int, int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
         self._small: tuple[list[Tensor], list[Tensor]] = [], []
@@ -230,7 +264,7 @@ class KernelSum(Sum):
 
     def read(self, tensor: Tensor) -> None:
         nbytes = tensor.nbytes
-        self._jobs.append((tensor.data_ptr(), 0, self._begun, nbytes // BLOCK))
+        self._jobs.append((tensor.data_ptr(), 0, self._begun, nbytes // BLOCK, 0))
         self._begun += nbytes // BLOCK
         self._read += nbytes
         if self._read >= self._enough:
@@ -254,7 +288,7 @@ class KernelSum(Sum):
         ):
             to.copy_(source)
             return
-        self._jobs.append((source.data_ptr(), to.data_ptr(), first, nbytes // BLOCK))
+        self._jobs.append((source.data_ptr(), to.data_ptr(), first, nbytes // BLOCK, 0))
         self._copied.append((first, first + nbytes // BLOCK))
         if stays:
             self._kept += (to, source)
@@ -289,7 +323,7 @@ class KernelSum(Sum):
             until, go_on = copied.popleft() if copied and copied[0][0] < last else (last, last)
             if self._begun < until:
                 address = piece.data_ptr() + (self._begun - self._start) * BLOCK
-                self._jobs.append((address, 0, self._begun, until - self._begun))
+                self._jobs.append((address, 0, self._begun, until - self._begun, 0))
             self._begun = go_on
 
     def _launch(self) -> None:

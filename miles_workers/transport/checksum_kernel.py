@@ -39,7 +39,7 @@ def _pass(
     MIX_A: tl.constexpr,
     MIX_B: tl.constexpr,
 ):
-    job = table + tl.program_id(0) * 4
+    job = table + tl.program_id(0) * 5
     first, blocks = tl.load(job + 2), tl.load(job + 3)
     row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     if tl.program_id(1) * TILE < blocks:
@@ -53,12 +53,14 @@ def _pass(
         multipliers = ((_pseudo_random(place.to(tl.int64), GOLDEN, MIX_A, MIX_B) >> 33) & 0x7FFFFFFF) | 1
         sums = tl.sum(words.to(tl.int64) * multipliers, axis=1, keep_dims=True)
         tl.atomic_add(
-            total, tl.sum(sums * (_pseudo_random(WORDS + first + row, GOLDEN, MIX_A, MIX_B) | 1)), sem="relaxed"
+            total + tl.load(job + 4),
+            tl.sum(sums * (_pseudo_random(WORDS + first + row, GOLDEN, MIX_A, MIX_B) | 1)),
+            sem="relaxed",
         )
 
 
-#: Address of a piece of memory, address to copy it to or 0, index of its first block, and number of blocks.
-Job = tuple[int, int, int, int]
+#: Address of a piece of memory, address to copy it to or 0, index of its first block, number of blocks, and index of its total.
+Job = tuple[int, int, int, int, int]
 
 
 def run(jobs: list[Job], total: Tensor, block: int) -> None:
@@ -66,7 +68,7 @@ def run(jobs: list[Job], total: Tensor, block: int) -> None:
 
     Args:
         jobs: the pieces; addresses are multiples of 16.
-        total: [1] int64 on the GPU, to which the weighted block sums are added (``checksum``).
+        total: [n] int64 on the GPU, to which the weighted block sums are added (``checksum``).
         block: bytes per block.
     """
     stream = torch.cuda.current_stream(total.device).cuda_stream if total.is_cuda else 0
@@ -86,7 +88,7 @@ def _table(jobs: tuple[Job, ...], block: int, device: torch.device, stream: int)
 
 
 def _rows(jobs: np.ndarray, block: int) -> np.ndarray:
-    """Split the jobs [n, 4] into jobs of at most ``CHUNK`` blocks."""
+    """Split the jobs [n, 5] into jobs of at most ``CHUNK`` blocks."""
     counts = -(-jobs[:, 3] // CHUNK)
     rows = np.repeat(jobs, counts, axis=0)
     before = CHUNK * (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts))

@@ -66,6 +66,7 @@ def check(result, code):
         (["plan", "--hf-checkpoint", "qwen3-4b"], 0),
         (["plan", "--json", "--plugins", "tis", "--hf-checkpoint", "llama3.1-8b", "--num-rollout", "3"], 0),
         (["plan", "--plugins", "lora", "--hf-checkpoint", "qwen3-4b"], 0),
+        (["plan", "--media", "--hf-checkpoint", "qwen2.5-vl-7b"], 0),
         (["plan", "--plugins", "ppo", "--hf-checkpoint", "qwen2.5-7b", "--hardware", "8xH200"], 2),
         (["plan", "--plugins", "fp8", "--rollout-precision", "fp8", "--hf-checkpoint", "qwen3-30b-a3b", "--hardware", "H200"], 2),
         (["plan", "--hf-checkpoint", "gpt-oss-20b", "--hardware", "8xH100", *PARTS, "--colocate"], 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from itertools import product
 
 import pytest
 
@@ -43,12 +44,14 @@ def compared(condition):
 
 
 def facts_without(option):
-    """Facts with which the condition of an option is false: one value for all facts that it names."""
+    """Facts with which the condition of an option is false: one value for all facts that it names, else any values."""
     condition = parse(option.info.only_if)
     base = [Fact(o.fact, plain(o.default), "default", flag=o.flag) for o in SCHEMA.options.values()]
     known = [[]] if {*names(condition)} <= {fact.name for fact in base} else []
-    for value in (None, 0, 1, False, "bf16", "other", *compared(condition)):
-        known.append([Fact(name, value, "default", flag=f"--{name}") for name in names(condition)])
+    named, values = list(dict.fromkeys(names(condition))), (None, 0, 1, False, "bf16", "other", *compared(condition))
+    mixed = product((None, 1), repeat=len(named))
+    for chosen in (*zip(*[values] * len(named), strict=True), *mixed):
+        known.append([Fact(*each, "default", flag=f"--{each[0]}") for each in zip(named, chosen, strict=True)])
     for named in known:
         found = Facts([*base, *named])
         with suppress(RuleError):  # a text has no order
@@ -94,6 +97,8 @@ def refused(*argv):
         (["--lambd", "0.9"], "it needs algorithm.advantage_estimator not in"),
         (["--sft-lr", "1e-4"], "it needs sft.data"),
         (["--async-save"], "it needs save_interval"),
+        (["--keep", "2"], "it needs save_interval or load"),
+        (["--chat-template-kwargs", "a=1"], "it needs data.apply_chat_template or rollout.generate != turn"),
     ],
 )
 def test_an_option_without_its_condition(argv, says):
@@ -134,6 +139,14 @@ def test_what_the_user_switched_off_or_left_as_it_is_is_a_line_of_the_plan(words
             "--micro-batch-size has no effect with --use-dynamic-batch-size",
         ),
         ({"emulate_precision": True}, "--emulate-precision has no effect without a number format"),
+        (
+            {"sync_bucket_size": 2**20},
+            "no effect: --sync-bucket-size limits what an engine in another process receives",
+        ),
+        ({"max_restarts": 1}, "no effect: --max-restarts counts lost workers, and this run has none"),
+        ({"sharding_strategy": "no_shard"}, "no effect: --sharding-strategy is about several trainer ranks"),
+        ({"embedded_disable_cuda_graph": True}, "no effect: --embedded-disable-cuda-graph is about GPUs"),
+        ({"allow_mismatch": True, "self_check": False}, "no effect: --allow-mismatch is about the comparison"),
     ],
 )
 def test_options_that_change_nothing_in_this_run_are_lines_of_the_plan(options, says):

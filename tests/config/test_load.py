@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import make_dataclass, replace
+
 import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError
+from miles_core.plugin.options import option
 
 
 def refused(loaded, *argv, **environment) -> str:
@@ -133,6 +136,25 @@ def test_a_flag_of_a_backend_selects_it_unless_another_one_was_selected(loaded):
     assert config.get("run.engine") == "server" and config.plugins == ("server",)
     assert config.origin("run.engine") == "selected by --server-mem-fraction 0.5"
     assert "--engine server" in refused(loaded, "--engine", "embedded", "--server-mem-fraction", "0.5")
+
+
+def test_a_flag_of_several_plugins_enables_the_one_that_it_names_else_the_feature(manifests):
+    """``--server-drafts`` is an option of the engine and of a feature that offers it on every engine."""
+    drafts = option(0, flag="--server-drafts", help="drafts")
+    both = [make_dataclass("Options", [("drafts", int, drafts)], frozen=True, kw_only=True) for _ in range(2)]
+    manifests = [
+        *manifests[:-1],
+        replace(manifests[-1], config=both[0], passthrough={}),
+        replace(manifests[1], name="draft", config=both[1]),
+    ]
+
+    def loaded(*argv):
+        config = load([*argv, "--server-drafts", "2"], manifests=manifests, environment={})
+        return config.get("run.engine"), config.plugins
+
+    assert loaded() == ("server", ("server",))
+    assert loaded("--engine", "embedded") == ("embedded", ("draft",))
+    assert loaded("--plugins", "draft") == ("embedded", ("draft",))
 
 
 def test_pass_through_keys_in_a_file(loaded, written):

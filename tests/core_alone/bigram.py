@@ -61,7 +61,7 @@ class BigramEngine(Engine):
         versions = [(0, self.served)]
         return Response(new, log_probs, "length", self.run.tokenizer.decode(new), versions)
 
-    async def score(self, sequences, temperature=1.0):
+    async def score(self, sequences, temperature=1.0, media=()):
         rows = [torch.as_tensor(np.asarray(sequence), dtype=torch.long) for sequence in sequences]
         return [self.table.log_softmax(-1)[row[:-1], row[1:]].numpy() for row in rows]
 

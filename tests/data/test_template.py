@@ -109,6 +109,7 @@ def test_what_cannot_be_rendered():
 
 def test_variables_of_the_template():
     chat = "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'two' if thinking is false else three }}"
+    chat += "{% if n is defined and text is defined %}{% endif %}"
     variables = parse_variables(["thinking=False", "three= add", "n=3", "text=a=b"])
     assert variables == {"thinking": False, "three": " add", "n": 3, "text": "a=b"}
     assert PromptTemplate(tokenizer(chat), True, variables)("add") == ids("add", "two")
@@ -118,7 +119,29 @@ def test_variables_of_the_template():
         parse_variables(["thinking"])
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"enable_thinkin": False}, r"--chat-template-kwargs enable_thinkin: the chat template of .* does not mention"),
+        (
+            {"add_generation_prompt": False},
+            "--chat-template-kwargs add_generation_prompt: every call passes this variable",
+        ),
+    ],
+)
+def test_a_variable_that_has_no_effect_is_refused(variables, says):
+    with pytest.raises(ConfigError, match=says):
+        PromptTemplate(tokenizer(CHAT + "{{ enable_thinking }}"), True, variables)
+    with pytest.raises(ConfigError, match=r"--chat-template-kwargs: the tokenizer of .* has no chat template"):
+        PromptTemplate(tokenizer(), variables=variables)
+
+
 def test_variables_of_the_template_as_an_option(toy_run):
-    assert toy_run(steps=1, chat_template_kwargs="a=1,b=x").run.render.renderer.variables == {"a": 1, "b": "x"}
+    with pytest.raises(
+        ConfigError, match=r"--chat-template-kwargs a: the chat template of .* does not mention this variable"
+    ):
+        toy_run(apply_chat_template=True, chat_template_kwargs="a=1,b=x")
     with pytest.raises(ConfigError, match="'a' must be NAME=VALUE"):
-        toy_run(chat_template_kwargs="a")
+        toy_run(apply_chat_template=True, chat_template_kwargs="a")
+    with pytest.raises(ConfigError, match=r"it needs data\.apply_chat_template or "):
+        toy_run(chat_template_kwargs="a=1")

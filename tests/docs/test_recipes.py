@@ -1,4 +1,4 @@
-"""The one-node recipes of docs/coming-from.md are planned, on a machine that has nothing of what they need."""
+"""Every recipe is planned, on a machine that has nothing of what the large ones need."""
 
 import json
 import re
@@ -14,6 +14,22 @@ from miles_core.plugin import ConfigError
 from miles_core.run.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
+INDEX = runpy.run_path(str(ROOT / "recipes" / "write_index.py"))
+#: Recipes that change what ``miles demo`` trains, and those for a model of their own.
+OF_THE_DEMO = ("agent", "async", "fp8-r3", "lora", "ppo")
+SMALL = ("coevolution", "sums", "tools")
+SMOLLM2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 COMING_FROM = runpy.run_path(str(ROOT / "docs" / "coming_from.py"))
 RECIPES = COMING_FROM["RECIPES"]
 BLOCKS = re.findall(r"```text\n(.*?)```", RECIPES.read_text(encoding="utf-8"), re.DOTALL)
@@ -61,3 +77,41 @@ def test_slime_s_own_command_line_is_answered_with_the_one_that_works(model):
 def test_the_recipes_are_of_the_published_model(model):
     config = json.loads((model / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_experts"], config["num_experts_per_tok"]) == (48, 128, 8)
+
+
+def test_every_recipe_has_a_page_with_its_command_and_a_row_in_the_index():
+    names = INDEX["list_recipes"]()
+    assert names == sorted([*OF_THE_DEMO, *SMALL, *INDEX["PLANNED"]])
+    index = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    for name in names:
+        page = (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
+        assert f"--config recipes/{name}/run.yaml" in page and f"]({name}/README.md) |" in index, name
+        assert "**Read.**" in page and "**Cost.**" in page, name
+        assert name in INDEX["PLANNED"] or f"({name}/README.md) | {INDEX['describe'](name)} |" in index, (
+            "write the index"
+        )
+
+
+@pytest.mark.parametrize("name", [*OF_THE_DEMO, *SMALL])
+def test_a_small_recipe_is_planned(name, tmp_path, monkeypatch):
+    from miles_tools.demo.inputs import train_arguments
+
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "tests/published/qwen3-30b-a3b.json", tmp_path / "config.json")
+    if name in SMALL:
+        (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    own = ["--config", f"recipes/{name}/run.yaml", "--hf-checkpoint", str(tmp_path)]
+    words = train_arguments(tmp_path, 0, [], own) if name in OF_THE_DEMO else own
+    plan, _ = prepare(load([*words, "--device", "cpu"]))
+    assert {"fp8-r3": "fp8", "agent": "endpoint", "async": "tis", "sums": "tis"}.get(name, name) in plan.order
+
+
+@pytest.mark.parametrize("name", INDEX["PLANNED"])
+def test_a_recipe_for_a_cluster_is_planned(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "tests" / "published" / f"{name}.json", tmp_path / "config.json")
+    words = ["--config", f"recipes/{name}/run.yaml", "--hf-checkpoint", str(tmp_path)]
+    plan, _ = prepare(load(words), [f"hardware={INDEX['PLANNED'][name]}"])
+    (table,) = (note for note in plan.reviews if note.startswith("memory of a GPU"))
+    assert "take turns on the same GPUs" in table
+    assert ", not run" in INDEX["describe"](name).lower()

@@ -145,7 +145,7 @@ def test_options_of_python_are_the_flags():
 
 
 def test_what_is_wrong_is_an_exception(here, tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)--lr.*--rolout-batch-size=4 -> --rollout-batch-size 4"):
+    with pytest.raises(ConfigError, match=r"(?s)did you mean --rollout-batch-size\?.*--lr fast: train.lr cannot be"):
         train(rolout_batch_size=4, lr="fast")
     with pytest.raises(PlanError, match="this run cannot start"):
         plan(hf_checkpoint=MODEL, train_precision="int4")

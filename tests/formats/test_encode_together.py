@@ -115,6 +115,22 @@ def test_a_group_ends_where_its_room_does(expected):
     assert format.groups == [3, 1, 2, 1, 2, 1] and not bucket.awaits
 
 
+def test_a_caller_without_memory_of_its_own_does_not_end_a_group(expected, monkeypatch):
+    format = Halves()
+    room = {}
+
+    def reserve(name, stored):
+        if ".2." not in name:
+            return {}
+        room.update({part: torch.empty(s.shape, dtype=s.dtype) for part, s in stored.items()})
+        return room
+
+    encoded = list(FormatCodec(format).encode(units(10, norm=5), reserve))
+    assert_the_same(bytes_of(encoded), expected)
+    assert format.groups == [4, 2, 4]
+    assert all(encoded[2].parts[part] is tensor for part, tensor in room.items())
+
+
 @pytest.mark.parametrize("bad", [0, 2, 5])
 def test_the_one_that_is_not_finite_is_named(bad):
     stream = list(units(6))

@@ -182,7 +182,7 @@ def test_a_step_that_only_unsure_tokens_show_is_not_judged_by_the_others(noise, 
     before, rounding = np.zeros(94), draw.normal(size=(2, 94)) * noise
     engine_before, trainer = before + rounding[0], before + step
     engine = trainer + rounding[1] if not judged else before + unsure * 0.5
-    sample = SimpleNamespace(tokens=[0] * 95, prompt_length=1)
+    sample = SimpleNamespace(tokens=[0] * 95, prompt_length=1, media=())
     last = v.Earlier([], [sample], [before], [engine_before], "formats", False)
     capable = SimpleNamespace(capabilities={"score"}, score=said([engine]))
     parts = SimpleNamespace(
@@ -206,7 +206,7 @@ def test_medians_at_rounding_size_do_not_call_an_engine_stale():
     step = np.where(moved, np.linspace(1e-4, 3e-4, tokens), 4.77e-7)
     change = np.where(moved, step, 0.0)
     before = np.zeros(tokens)
-    sample = SimpleNamespace(tokens=[0] * (tokens + 1), prompt_length=1)
+    sample = SimpleNamespace(tokens=[0] * (tokens + 1), prompt_length=1, media=())
     last = v.Earlier([], [sample], [before], [before], "formats", False)
     run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
 

@@ -153,7 +153,7 @@ def test_one_failure_is_not_enough(toy_run, monkeypatch, caplog):
 
 
 def test_log_probabilities_that_are_no_numbers_stop_the_run(toy_run, monkeypatch):
-    async def score(self, sequences, temperature=1.0):
+    async def score(self, sequences, temperature=1.0, media=()):
         return [np.full(len(s) - 1, np.nan, np.float32) for s in sequences]
 
     monkeypatch.setattr(EmbeddedEngine, "score", score)
@@ -162,7 +162,7 @@ def test_log_probabilities_that_are_no_numbers_stop_the_run(toy_run, monkeypatch
 
 
 def test_each_engine_behind_a_front_is_compared(toy_run, monkeypatch):
-    async def score_each(self, sequences, temperature=1.0):
+    async def score_each(self, sequences, temperature=1.0, media=()):
         right = await self.score(sequences, temperature)
         return {"engine-0": right, "engine-1": [row * 0.97 for row in right]}
 

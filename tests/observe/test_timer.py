@@ -38,3 +38,14 @@ def test_device_is_synchronised_around_phases():
     with clock.phase("train"):
         assert len(calls) == 1
     assert len(calls) == 2
+
+
+def test_observers_receive_phases_and_other_intervals():
+    clock, seen = Clock(), []
+    clock.record("early", 0.0)
+    clock.observe(lambda name, start, end: seen.append((name, end - start)))
+    with clock.phase("outer"), clock.phase("inner"):
+        pass
+    clock.record("request", 1.0, 3.0)
+    assert [name for name, _ in seen] == ["inner", "outer", "request"] and seen[2][1] == 2.0
+    assert all(seconds >= 0 for _, seconds in seen) and "time/request" not in clock.metrics()

@@ -1,15 +1,16 @@
 """Builds every wheel and tries them where a user would: an empty environment, outside of the checkout.
 
-    python tests/packaging/check_wheels.py --python python3.12 --torch torch==2.13.0
+    python tests/packaging/check_wheels.py --python python3.12 --torch torch==2.13.0 --out dist
 
-Core alone comes first, then core with one plugin. Every check is one line; the last line counts them, and the exit status is 1
-when one failed. Called by ``make wheels``.
+Core alone comes first, then core with one plugin, then a plugin by its name from the folder of wheels. Every check is one line; the last
+line counts them, and the exit status is 1 when one failed. If none failed, the wheels are in ``--out``. Called by ``make wheels``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "tis"
+#: Installs from the folder of wheels, as the documentation prints it.
+BY_NAME = "pip install --find-links dist miles-core miles-plugin-mxfp8"
 #: What the wheel of core holds.
 CORE_PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("miles_*/__init__.py")))
 
@@ -143,12 +146,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="the Python to make environments with")
     parser.add_argument("--torch", default="torch", help="requirement to install first, e.g. torch==2.13.0")
+    parser.add_argument("--out", type=Path, help="replace this folder with the wheels if every check passed")
     options = parser.parse_args()
     # pip unpacks and builds there, so that the checkout is never a build folder
     with tempfile.TemporaryDirectory(prefix="miles-wheels-") as name:
         folder = Path(name)
         checks = Checks(folder)
-        wheels = folder / "wheels"
+        wheels = folder / "dist"
         wheels.mkdir()
         inside = environment(checks, options.python, folder / "venv", options.torch)
         pip = [inside, "-m", "pip", "install", "--quiet"]
@@ -169,7 +173,12 @@ def main() -> int:
         checks.run("toy run with it", [inside, "-c", WITH_PLUGIN], silent=True)
         checks.run("pip install cpu_kernels", [*pip, built["cpu_kernels"]], silent=True)
         checks.run("toy run with compiled kernels", [inside, "-c", WITH_SOURCES], silent=True)
+        checks.run(BY_NAME, [inside, "-m", *BY_NAME.split()], lambda out: "Successfully installed" in out)
+        checks.run("miles plugins, by name", [miles, "plugins"], lambda out: "\nmxfp8 " in out)
         checks.run("pip check", [inside, "-m", "pip", "check"])
+        if options.out is not None and not checks.failed:
+            shutil.rmtree(options.out, ignore_errors=True)
+            shutil.copytree(wheels, options.out)
     print(f"{checks.passed} passed, {checks.failed} failed")
     return 1 if checks.failed else 0
 

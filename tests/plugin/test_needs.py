@@ -1,6 +1,7 @@
 """What core's own options require of the backends, parts that no option names, and checks of a plan other than rules."""
 
 import pytest
+from published_manifests import gpu
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, PlanError, PluginError
@@ -51,7 +52,7 @@ def test_options_of_core_need_what_a_backend_can(flags, needed):
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
     config = load([], manifests=[embedded, workers, *drafts])
-    manifests, facts = config.schema.manifests, Facts([*config.facts(), *model_facts(None)])
+    manifests, facts = config.schema.manifests, Facts([*config.facts(), *model_facts(None), *gpu("H200", 90)])
     assert not check({"one": "--plugins"}, manifests, facts).problems
     (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
     assert problem.headline == "two brings a second decoder" and "one also provides one" in problem.because

@@ -166,7 +166,7 @@ def test_a_dropped_sample_releases_what_it_holds(run):
 def test_what_provides_no_rollout_function(run):
     with pytest.raises(
         PluginError,
-        match="plugin debate, hook make_generate \(wrong\): it returned a int, 5; expected a RolloutFunction",
+        match=r"plugin debate, hook make_generate \(wrong\): it returned a int, 5; expected a RolloutFunction",
     ):
         run(generate="wrong")
     with pytest.raises(ConfigError, match="a sample has one rollout function"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.rollout.generate import request_key
+from miles_core.rollout.keys import request_key
 
 WATCH = """
 from miles_core.plugin.marker import hookimpl
@@ -192,3 +192,28 @@ def test_its_arguments_read_like_the_command_line(run):
         steps=1,
     )
     assert done.metrics[0]["rollout/samples"] == 8
+
+
+WAITS = """
+import asyncio
+import scored_groups
+
+async def generate(args, sample, sampling_params):
+    answer = await args.generate(sample.tokens)
+    if sample.index % 4 == 3:
+        async with asyncio.timeout(20):
+            while sample.group_index not in scored_groups.numbers:
+                await asyncio.sleep(0)
+    sample.tokens, sample.response_length = sample.tokens + answer.tokens, len(answer.tokens)
+    return sample
+
+async def reward(args, sample):
+    scored_groups.numbers.add(sample.group_index)
+    return float(sample.index % 4)
+"""
+
+
+def test_samples_are_scored_before_the_last_response_of_their_group(run, tmp_path):
+    (tmp_path / "scored_groups.py").write_text("numbers = set()\n")
+    found = run(WAITS, n_samples_per_prompt=4, custom_rm_path=f"{tmp_path / 'generate.py'}:reward")
+    assert {sample.reward for sample in found.run.state["samples"]} == {0.0, 1.0, 2.0, 3.0}

@@ -31,7 +31,6 @@ SAMPLE = (
     "queue.Prompt.samples",
     "generate.LocalProducer.produce",
     "engine.EmbeddedEngine.generate",
-    "transcript.Transcript.fill",
     "reward.score",
     "collect.Collector.pop",
     "local_learner.LocalLearner.learn",
@@ -42,7 +41,7 @@ SAMPLE = (
 #: From the optimizer to the engine: weights are exported and encoded while the engine's loader reads them.
 WEIGHT = ("optimizer.Optimizer.step", "views.export", "codec.Codec.encode_unit")
 #: Files of our packages in which one step calls a function, at most.
-FILES = 84
+FILES = 87
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def test_from_learn_to_the_loss(step):
 
 
 def test_from_the_prompt_file_to_the_loss(step):
-    check("from the prompt file to the loss", step.way(SAMPLE), 26)
+    check("from the prompt file to the loss", step.way(SAMPLE), 27)
 
 
 def test_from_the_optimizer_to_the_engine(step):

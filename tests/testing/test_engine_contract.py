@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.process_engine import ProcessEngine
@@ -18,7 +18,7 @@ class TestEmbeddedEngine(EngineContract):
     async def make(self, checkpoint, limits):
         model = load_model(checkpoint)
         record_routes(model)
-        return EmbeddedEngine(model, Settings(detokenizer(tiny_tokenizer()), eos=[1], **vars(limits)))
+        return EmbeddedEngine(model, Settings(Detokenizer(tiny_tokenizer()), eos=[1], **vars(limits)))
 
 
 class TestSinksAndWindows(TestEmbeddedEngine):

@@ -135,7 +135,8 @@ def test_a_plan_needs_no_package_of_a_sink(monkeypatch):
 def test_the_options_belong_to_the_sinks():
     schema = load([]).schema
     flags = {option.flag for option in schema.options.values() if option.group == "sinks"}
-    assert flags == {"--use-wandb", "--wandb-project", "--wandb-group", "--wandb-name", "--use-tensorboard"}
+    names = "use-wandb wandb-project wandb-group wandb-name use-tensorboard alert-command alert-webhook"
+    assert flags == {f"--{name}" for name in names.split()}
     assert not [path for path in collect([]).options if "wandb" in path or "tensorboard" in path]
     with pytest.raises(ConfigError, match=r"^--wandb-group a: it needs sinks\.use_wandb, and --use-wandb is false"):
         load(["--wandb-group", "a"])

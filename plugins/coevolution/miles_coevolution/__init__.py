@@ -67,4 +67,5 @@ plugin = Plugin(
         Panel("coevolution_lr", "Learning rates of the members", {"coevolution/*/lr": "*"}, log=True),
         Panel("coevolution_swing", "Swing of the win rates", {"coevolution/*/swing": "*"}, "change per phase"),
     ),
+    toy={"co_evolution_strategy": "simultaneous", "policies": {"one": {}, "two": {}}},
 )

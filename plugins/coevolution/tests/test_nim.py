@@ -70,7 +70,7 @@ def play(pile, moves, evaluate=False):
     """Play Nim with these answers; the plays, the requests as (policy, text), and the metrics."""
     requests, answers = [], iter(moves)
 
-    async def generation(tokens, sampling, policy):
+    async def generation(tokens, sampling, policy, media=()):
         requests.append((policy, TOKENIZER.decode(tokens)))
         assert sampling.max_new_tokens == 1
         text = next(answers)

@@ -39,7 +39,7 @@ def play(answers, attempts=4):
     """One game in which the proposer and the solver give these answers; the plays, the requests and the metrics."""
     requests, answers = [], iter(answers)
 
-    async def generation(tokens, sampling, policy):
+    async def generation(tokens, sampling, policy, media=()):
         requests.append((policy, TOKENIZER.decode(tokens)))
         text = next(answers)
         ids = TOKENIZER.encode(text)

@@ -21,4 +21,5 @@ plugin = Plugin(
         ),
         Rule(needs="model.dtype != bfloat16", because="the kernels compute in float32, the default dtype on a CPU"),
     ),
+    toy={"device": "cpu"},
 )

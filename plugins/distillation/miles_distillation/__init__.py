@@ -72,4 +72,5 @@ plugin = Plugin(
             "nats per token",
         ),
     ),
+    toy={"policies": {"student": {}, "teacher": {"role": "frozen", "hf_checkpoint": "{model}"}}},
 )

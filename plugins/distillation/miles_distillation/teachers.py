@@ -46,7 +46,8 @@ class Teacher:
         """Log-probabilities of the response tokens, [response_length] float32 per sample; 0 where the loss mask is 0."""
         if self.engine is None:
             return await self.handle.log_probs(samples)
-        scores = await self.engine.score([sample.tokens for sample in samples], self.temperature)
+        media = [sample.media for sample in samples]
+        scores = await self.engine.score([sample.tokens for sample in samples], self.temperature, media)
         own = [found[sample.prompt_length - 1 :] for found, sample in zip(scores, samples, strict=True)]
         return [
             np.where(np.asarray(s.mask) != 0, found, 0.0).astype(np.float32)

@@ -84,4 +84,5 @@ plugin = Plugin(
             percent=True,
         ),
     ),
+    toy={"generate": "endpoint", "agent": "miles_endpoint.toy:agent"},
 )

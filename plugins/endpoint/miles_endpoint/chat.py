@@ -27,7 +27,7 @@ def prepare(body: Mapping[str, Any], session: Session, models: Models) -> Reply:
     sampling = read_sampling(body, session, models, policy, ("max_tokens", "max_completion_tokens"))
     tools = read_tools(body.get("tools"))
     call = Call(
-        read_messages(body.get("messages")),
+        read_messages(body.get("messages"), session.reads_images),
         tools,
         with_call_stops(sampling, session, tools),
         policy,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from miles_core.data import read_parts
+from miles_core.plugin import DataError
 from miles_endpoint.api_error import refuse
 
 _ROLES = {
@@ -46,11 +48,11 @@ class ChatMessage:
         return str(self.data["role"])
 
 
-def read_messages(raw: Any) -> list[ChatMessage]:
-    """Convert the ``messages`` of a request.
+def read_messages(raw: Any, images: bool = False) -> list[ChatMessage]:
+    """Convert the ``messages`` of a request. ``images``: whether the model reads images, in messages of users and tools.
 
     Raises:
-        ApiError: a message is malformed, or holds something other than text.
+        ApiError: a message is malformed, or holds something that the model does not read.
     """
     if not isinstance(raw, list) or not raw:
         raise refuse(f"messages must be a list of at least one message, got {raw!r:.80}")
@@ -59,16 +61,21 @@ def read_messages(raw: Any) -> list[ChatMessage]:
     for number, message in enumerate(raw):
         if not isinstance(message, Mapping):
             raise refuse(f"messages[{number}] must be an object, got {message!r:.80}")
-        made.append(_read_message(message, f"messages[{number}]", names))
+        made.append(_read_message(message, f"messages[{number}]", names, images))
     return made
 
 
-def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str]) -> ChatMessage:
+def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str], images: bool) -> ChatMessage:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise refuse(f"{place} has the role {message.get('role')!r:.40}; the roles are {', '.join(_ROLES)}")
-    text = read_text(message.get("content"), place)
-    data: dict[str, Any] = {"role": role, "content": text}
+    shown: list[Any] = []
+    content = message.get("content")
+    if images and role in ("user", "tool") and isinstance(content, list):
+        content, shown = _read_images(content, place)
+    text = read_text(content, place)
+    data: dict[str, Any] = {"role": role, "content": shown or text}
+    text += "".join(f"\0{part['media'].digest}" for part in shown if "media" in part)  # identifies the images
     if role == "tool":
         data["tool_call_id"] = str(message.get("tool_call_id") or "")
         name = message.get("name") or names.get(data["tool_call_id"])
@@ -87,6 +94,19 @@ def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str])
     if reasoning:
         data["reasoning_content"] = reasoning
     return ChatMessage(data, answer_digest(text, calls), reasoning)
+
+
+def _read_images(content: list[Any], place: str) -> tuple[list[Any], list[Any]]:
+    """Return the parts without images, and all parts with media if there are images, otherwise none."""
+    try:
+        parts = read_parts(content)
+    except DataError as error:
+        raise refuse(f"{place}.content: {error}") from error
+    rest = [part for part in parts if not (isinstance(part, Mapping) and "media" in part)]
+    if len(rest) == len(parts):
+        return content, []
+    whole = [part if part not in rest else {"type": "text", "text": read_text([part], place)} for part in parts]
+    return rest, whole
 
 
 def read_text(content: Any, place: str) -> str:

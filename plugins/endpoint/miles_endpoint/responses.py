@@ -34,7 +34,7 @@ def prepare(body: Mapping[str, Any], session: Session, models: Models) -> Reply:
     history = _history(body, session)
     instructions = body.get("instructions")
     head = [{"role": "system", "content": instructions}] if instructions else []
-    messages = read_messages([*head, *history])
+    messages = read_messages([*head, *history], session.reads_images)
     call = Call(messages, tools, with_call_stops(sampling, session, tools), policy, 1, read_tool_choice(body))
     session.reader.check_tools(tools)
 

@@ -7,11 +7,11 @@ import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_core.chat import drop_earlier_rows, tokenize
+from miles_core.chat import drop_earlier_rows, take_media, tokenize
 from miles_core.data import CannotExtend, describe_error
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader
@@ -92,6 +92,11 @@ class Session:
         self._waited = 0.0
         self._turns = self._called = self._ids = 0
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the run passes images to the model."""
+        return self.ask.renderer.expand is not None
+
     # ---- requests
 
     async def exchange(self, digest: bytes, again: bool, work: Callable[[], Awaitable[Any]]) -> Exchange:
@@ -165,12 +170,15 @@ class Session:
         Raises:
             ApiError: the conversation cannot be rendered, or no room is left for an answer.
         """
-        after, tokens = await self._place(call)
-        turns = await self.generate(after, tokens, call)
+        after, tokens, media = await self._place(call)
+        turns = await self.generate(after, tokens, call, media)
         return [self._record(call, turn) for turn in turns]
 
-    async def generate(self, after: Turn | None, tokens: list[int], call: Call) -> list[Turn]:
-        """Request ``call.n`` answers to ``tokens`` from an engine; ``after`` says which turn ``tokens`` follow.
+    async def generate(
+        self, after: Turn | None, tokens: list[int], call: Call, media: Sequence[Any] | None = None
+    ) -> list[Turn]:
+        """Request ``call.n`` answers to ``tokens`` from an engine; ``after`` says which turn ``tokens`` follow, and ``media`` belong to
+        ``tokens``.
 
         Raises:
             ApiError: no room is left for an answer, or the sample has no turns left.
@@ -184,7 +192,8 @@ class Session:
                 "turn_limit",
             )
         self._turns += call.n
-        asked = [self.ask(tokens, after=after, sampling=sampling, policy=call.policy) for _ in range(call.n)]
+        options = {"after": after, "sampling": sampling, "policy": call.policy, "media": media}
+        asked = [self.ask(tokens, **options) for _ in range(call.n)]
         turns = await asyncio.gather(*asked)
         for turn in turns:
             drop_earlier_rows(turn)
@@ -202,8 +211,8 @@ class Session:
             )
         return dataclasses.replace(call.sampling, max_new_tokens=min(call.sampling.max_new_tokens, context - length))
 
-    async def _place(self, call: Call) -> tuple[Turn | None, list[int]]:
-        """Return the turn that a request continues, and the tokens that follow it; None and all tokens for a new branch."""
+    async def _place(self, call: Call) -> tuple[Turn | None, list[int], tuple[Any, ...]]:
+        """Return the turn that a request continues, and the tokens that follow it with their media; None and all tokens for a new branch."""
         messages, tools = call.messages, list(call.tools)
         match = self.conversations.find(call.tools_digest, messages)
         reason = match.reason
@@ -212,7 +221,7 @@ class Session:
             start = match.turn.tokens
             try:
                 tokens = await tokenize(lambda: self.ask.renderer.extend(start, new, tools), new)
-                return match.turn, tokens[len(start) :]
+                return match.turn, tokens[len(start) :], take_media(new)[1]
             except CannotExtend as error:
                 reason = error.reason.replace(" ", "_")
             except Exception:  # templates and tokenizers raise errors of any type
@@ -220,9 +229,9 @@ class Session:
         tokens = await self._render(call, tools)
         parent = self.ask.transcript.find(tokens)
         if parent is not None and parent is match.turn:  # rendered again, its tokens are the same
-            return parent, tokens[parent.end :]
+            return parent, tokens[parent.end :], take_media([m.data for m in messages])[1][len(parent.media) :]
         self.counts[f"branch_{reason}" if reason else "conversations"] += 1
-        return None, tokens
+        return None, tokens, take_media([message.data for message in messages])[1]
 
     async def _render(self, call: Call, tools: list[dict[str, Any]]) -> list[int]:
         """Render the whole conversation. The call arguments of earlier answers are passed as the template takes them."""

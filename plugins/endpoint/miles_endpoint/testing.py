@@ -113,6 +113,7 @@ class Desk:
         self.renderer = Renderer(self.tokenizer)
         self.script = list(script)
         self.requests: list[tuple[list[int], Sampling, str]] = []
+        self.media: list[tuple[Any, ...]] = []
         self.sample = Sample(prompt="sum", tokens=[1], index=7, policy="policy")
         self.server = Server(
             Models({"default": "", "policy": "policy", "judge": "judge"}, frozenset({"judge"})), "127.0.0.1", 0, 100_000
@@ -130,8 +131,11 @@ class Desk:
             text = text[len(special) :]
         return ids
 
-    async def _generate(self, tokens: list[int], sampling: Sampling, policy: str) -> Response:
+    async def _generate(
+        self, tokens: list[int], sampling: Sampling, policy: str, media: tuple[Any, ...] = ()
+    ) -> Response:
         self.requests.append((tokens, sampling, policy))
+        self.media.append(media)
         answer = self.script.pop(0)
         if isinstance(answer, tuple):
             waited, answer = answer

@@ -39,6 +39,32 @@ def test_chat_returns_what_the_engine_said(desk):
     assert d.session.counts["overridden"] == 1
 
 
+def test_images_in_messages_become_media(desk):
+    """The renderer expands ``{"type": "image"}`` to what the model reads; the desk's template writes a list of parts as it is."""
+    urls = [f"data:image/png;base64,{code}" for code in ("AAAA", "AAAB")]
+
+    def user(url, text="what?"):
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+        return {"role": "user", "content": parts}
+
+    async def main(d):
+        refused = await d.post({"messages": [user(urls[0])]})
+        assert refused.status == 400 and "reads text only" in refused.body["error"]["message"]
+        d.renderer.expand = lambda text, media: text
+        first = await d.post({"messages": [user(urls[0])]})
+        answer = {"role": "assistant", "content": first.message["content"]}
+        await d.post({"messages": [user(urls[0]), answer, user(urls[1], "and?")]})
+        await d.post(
+            {"messages": [user(urls[1]), answer, user(urls[1], "and?")]}
+        )  # another first image: another conversation
+        bad = await d.post({"messages": [user("https://x.org/a.png")]})
+        assert bad.status == 400 and "the address https://x.org/a.png" in bad.body["error"]["message"]
+
+    d = desk(["red<|im_end|>", "blue<|im_end|>", "green<|im_end|>"], main)
+    assert [[m.read() for m in media] for media in d.media] == [[b"\0\0\0"], [b"\0\0\0", b"\0\0\1"], [b"\0\0\1"] * 2]
+    assert d.transcript.branches == 1 and [len(turn.media) for turn in d.transcript.turns] == [1, 2, 2]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_continue_token_by_token(desk, stream):
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]

@@ -7,6 +7,8 @@ from miles_environments.environment import Environment, Episode, Step, Task
 __version__ = "0.1.0"
 __all__ = ["Environment", "Episode", "Step", "Task", "plugin"]
 
+#: Options of prompt files that the user set.
+_COLUMNS = "data.input_key != input or data.label_key or data.metadata_key != metadata or data.shuffle"
 _BECAUSE = "--environments supplies prompts and rewards"
 
 plugin = Plugin(
@@ -35,6 +37,10 @@ plugin = Plugin(
             because="no environment is chosen: give --environments LIBRARY:TASK",
         ),
     ),
+    notes={
+        f"data.prompts == environments and not evaluation.prompt_data and not sft.data and ({_COLUMNS})": "no effect: --input-key, --label-key, "
+        "--metadata-key and --rollout-shuffle are about prompt files, and this run reads none",
+    },
     review="miles_environments.review:review",
     hints=(
         Hint(
@@ -54,4 +60,5 @@ plugin = Plugin(
             {"environments/masked": "not scored (number)", "environments/failed_episodes": "failed (fraction)"},
         ),
     ),
+    toy={"environments": "file:miles_environments.toy:Letters", "prompt_data": None, "custom_rm_path": None},
 )

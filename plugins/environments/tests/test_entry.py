@@ -97,3 +97,10 @@ def test_a_list_of_tables_in_a_configuration_file(tmp_path):
 )
 def test_the_last_number_is_the_answer(text, number):
     assert find_answer(text, "number") == number
+
+
+def test_options_of_prompt_files_without_files_are_a_line_of_the_plan(plan):
+    options = {"environments": "reasoning_gym:a", "prompt_data": None, "custom_rm_path": None}
+    assert not any("no effect" in line for line in plan(**options).advice)
+    for name, value in (("label_key", "x"), ("rollout_shuffle", True)):
+        assert any("no effect: --input-key, --label-key" in line for line in plan(**options, **{name: value}).advice)

@@ -55,4 +55,5 @@ plugin = format_plugin(
             when="rollout.precision == int4",
         ),
     ),
+    toy={"int4_group_size": 32},
 )

@@ -72,7 +72,8 @@ class Adapter(nn.Module):
         ctx = active_context()
         if self.p and ctx is not None and ctx.kind == "train":
             x = dropout(x, self.p, training=True)
-        return linear(linear(x, self.lora_A), self.lora_B) * self.scale
+        inner = linear(x, self.lora_A)  # scaled here: it has far fewer columns than the result
+        return linear(inner if self.scale == 1.0 else inner * self.scale, self.lora_B)
 
 
 def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

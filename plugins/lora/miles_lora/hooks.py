@@ -207,7 +207,7 @@ def merge(trained: Trained, stream: Iterator[WeightUnit]) -> Iterator[WeightUnit
 
     Sums are computed in float32 and rounded once to the dtype of the base. A collective: every rank consumes it to the end.
     """
-    matrices = trained.matrices()
+    matrices, parameters = trained.matrices(), trained.model.state_dict(keep_vars=True)
     by_name = {view.name: view for view in views(trained.model)}
     own = {
         f"{name}.{leaf}"
@@ -224,19 +224,16 @@ def merge(trained: Trained, stream: Iterator[WeightUnit]) -> Iterator[WeightUnit
                 continue
             if view is not None and view.source in matrices:
                 if view.source != source:
-                    source, delta = (
-                        view.source,
-                        _like(trained, view.source, delta_of(trained.adapters[view.source], *matrices[view.source])),
-                    )
+                    source, delta = view.source, delta_of(trained.adapters[view.source], *matrices[view.source])
+                    delta = _like(parameters[source], delta)
                 tensor, changed = (tensor.float() + view.of(delta)).to(tensor.dtype), True
             tensors[name] = tensor
         if tensors:
             yield WeightUnit(tensors, unit.lasting and not changed)
 
 
-def _like(trained: Trained, source: str, delta: Tensor) -> Tensor:
+def _like(parameter: Tensor, delta: Tensor) -> Tensor:
     """Return ``delta`` in the memory layout of the parameter, so that views of the parameter are views of it."""
-    parameter = trained.model.state_dict(keep_vars=True)[source]
     if delta.stride() == parameter.stride():
         return delta
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=delta.dtype, device=delta.device).copy_(delta)

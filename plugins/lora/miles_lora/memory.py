@@ -12,17 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import CONTEXT, ModelSize, engine_usage, size_of, trainer_parts, training_of
+from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
 
 #: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
 #: Pools of CUDA graphs in which a module's weights are decoded: decode steps, and passes over prompts.
 _GRAPH_POOLS = 2
-#: Copies of a parameter's codes while it is read and stacked.
-_PARAMETER_COPIES = 2
 #: Elements of an adapter per rank and weight of its matrix, times the hidden size; an upper bound for usual shapes.
 _PER_WEIGHT = 4.0
-_FEED_FORWARD = ("gate", "up", "down", "w1", "w2", "w3", "fc")
+#: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
+_FEED_FORWARD = ("gate", "up_", "down", "w1", "w2", "w3", "fc", "input_linear", "output_linear")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
@@ -31,12 +31,11 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if size is None or facts.value("model.device") == "cpu" or facts.value("trainer") != "embedded":
         return
     how = training_of(facts)
-    base, full = base_bytes(facts, size), trainer_parts(size, how)
+    base, full, precision = base_bytes(facts, size), trainer_parts(size, how), str(facts.value("train.precision"))
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
     shared = facts.value("lora.sync") == "adapter"
-    away = experts_elsewhere(facts)
-    decoded = how.width * (size.layer - away * size.routed) if is_encoded(facts) else 0
+    decoded = how.width * size.layer if is_encoded(facts) else 0
     parts = Parts(
         weights=base * (1 if shared or not how.reference else 2) + how.width * own + gathered,
         gradients=4 * own,
@@ -44,29 +43,14 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         activations=full.activations + decoded,
         other=full.other,
     )
-    note = _note(facts, size, how.width * own + parts.gradients + parts.optimizer)
+    note = f"trainer: adapters of rank {facts.value('lora.rank')} over a frozen base of {size.parameters / 1e9:,.3g} billion parameters ({precision})"
     yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks, replaces=True)
     if facts.value("engine") == "embedded" and shares_base(facts):
         # codes of a shared base are the trainer's, too
         engine = engine_usage(facts, size, shares=True)
         graphs = is_encoded(facts) and not facts.value("embedded.disable_cuda_graph")
         active = engine.parts.activations + (_GRAPH_POOLS * how.width * module_weights(size) if graphs else 0)
-        yield replace(engine, parts=replace(engine.parts, weights=how.width * own, activations=active), replaces=True)
-
-
-def _note(facts: Facts, size: ModelSize, adapters: float) -> str:
-    """Describe the trainer; ``adapters``: bytes of the adapters with gradients and optimizer state."""
-    note = (
-        f"trainer: adapters of rank {facts.value('lora.rank')} ({adapters / 1e9:.1f} GB with gradients and optimizer state) over a frozen base of "
-        f"{size.parameters / 1e9:,.3g} billion parameters ({facts.value('train.precision')})"
-    )
-    if is_encoded(facts):
-        host = _PARAMETER_COPIES * _code_bytes(facts) * module_weights(size)
-        note += f"; the host holds one of its parameters at a time while the base is read, {host / 1e9:.1f} GB"
-    if away := experts_elsewhere(facts):
-        other = (_code_bytes(facts) * size.experts + training_of(facts).width * size.routed) * (1 - away) + CONTEXT
-        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {other / 1e9:.1f} GB"
-    return note
+        yield replace(engine, parts=replace(engine.parts, weights=0.0, activations=active), replaces=True)
 
 
 def shares_base(facts: Facts) -> bool:
@@ -82,28 +66,15 @@ def is_encoded(facts: Facts) -> bool:
 
 
 def base_bytes(facts: Facts, size: ModelSize) -> float:
-    """Return the bytes of the base on one rank. Codes are not divided among ranks, and those of experts may be on several
-    GPUs of one process."""
+    """Return the bytes of the base on one rank. Codes are not divided among ranks."""
     how, precision = training_of(facts), str(facts.value("train.precision"))
     if not is_encoded(facts):
         return float(how.width * size.parameters * how.share)
-    experts_only = precision == "int4" and facts.value("int4.scope") == "experts"
-    encoded = size.experts if experts_only else size.parameters - size.embeddings
-    held = encoded - experts_elsewhere(facts) * size.experts
-    return float(_code_bytes(facts) * held + how.width * (size.parameters - encoded))
-
-
-def experts_elsewhere(facts: Facts) -> float:
-    """Return the fraction of the experts whose codes are not on the first GPU (``--lora-base-gpus``)."""
-    return 1 - 1 / int(facts.value("lora.base_gpus") or 1)
-
-
-def _code_bytes(facts: Facts) -> float:
-    """Return the bytes per encoded weight, with its share of the scales."""
-    precision = str(facts.value("train.precision"))
-    if precision == "int4":  # BF16 scales
-        return 0.5 + 2 / int(facts.value("int4.group_size") or 128)
-    return _FOUR_BITS.get(precision, _EIGHT_BITS)
+    per, encoded = _FOUR_BITS.get(precision, _EIGHT_BITS), size.parameters - size.embeddings
+    if precision == "int4":
+        per = 0.5 + 2 / int(facts.value("int4.group_size") or 128)
+        encoded = size.experts if facts.value("int4.scope") == "experts" else encoded
+    return float(per * encoded + how.width * (size.parameters - encoded))
 
 
 def module_weights(size: ModelSize) -> int:
@@ -112,12 +83,21 @@ def module_weights(size: ModelSize) -> int:
 
 
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
-    """Return an upper estimate of the adapters' parameters."""
-    names = [str(name) for name in facts.value("lora.target_modules") or ()]
-    every = "all-linear" in names
-    adapted = float(size.attention * size.layers)
-    if every or any(part in name for name in names for part in _FEED_FORWARD):
-        adapted += size.dense * (size.layers - size.sparse_layers) + size.shared * size.sparse_layers
-    if any("expert" in name for name in names):
+    """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
+    names = [str(name).rpartition(".")[2] for name in facts.value("lora.target_modules") or ()]
+    every, experts = (
+        "all-linear" in names,
+        any("expert" in str(name) for name in facts.value("lora.target_modules") or ()),
+    )
+    inner = {name for name in names for part in _FEED_FORWARD if part in name}
+    mixers = {*names} - inner - {"all-linear", "all-experts"}
+    adapted = 0.0
+    if every or mixers:
+        adapted += size.attentions
+    if size.state and (every or mixers - {*_ATTENTION} or (mixers and size.state.attention_names)):
+        adapted += size.states
+    if every or inner:
+        adapted += size.feed_forward
+    if experts:
         adapted += size.experts
     return _PER_WEIGHT * int(facts.value("lora.rank") or 1) * adapted / size.hidden

@@ -81,7 +81,7 @@ def test_policies_share_one_base(tmp_path):
         "verify_logprobs": True,
         "export_hf": tmp_path / "hf",
     }
-    done = toy_run(["lora", str(tmp_path / "turns.py")], steps=2, lr=1e-2, lora_export="adapter", **options)
+    done = toy_run(["lora", str(tmp_path / "turns.py")], steps=2, lr=1e-2, **options)
     record = done.metrics[-1]
     assert all(record[f"{p}/train/lora_delta_norm"] > 0 for p in ("solver", "judge"))
     assert all(record[f"{p}/verify/abs_log_prob"] < 1e-5 for p in ("solver", "judge")), record

@@ -7,11 +7,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-from miles_core.plugin import ConfigError, MilesError, PlanError
+from miles_core.plugin import ConfigError, Fact, Facts, MilesError, PlanError
+from miles_core.plugin.detect import config_facts
+from miles_embedded import size_of
+from miles_embedded.testing import families
+from miles_lora.memory import adapter_parameters
 from miles_testing import plan, toy_run
 
 pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model
+
+HYBRIDS = ("qwen3_next", "kimi_linear", "olmo_hybrid", "bamba", "jamba")
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
 RETRACT = {"pause_generation_mode": "retract", "mask_offpolicy_in_partial_rollout": True}
@@ -118,31 +128,17 @@ def test_a_critic_next_to_adapters_counts_in_full(checkpoint):
         plan(["lora"], advantage_estimator="ppo", **given)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
-def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, tmp_path):
-    """671 and 1,030 billion parameters on 8 x H200: refused with the flag that divides the experts, and accepted with it."""
-    config = json.loads((PUBLISHED / f"{name}.json").read_text())
-    config.pop("auto_map", None)
-    config.pop("quantization_config", None)
-    # Kimi-K2 has the architecture of DeepSeek-V3 under a name that needs the checkpoint's own code
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
-    given = {
-        "plugins": ["lora", "int4"],
-        "facts": ["hardware=8xH200"],
-        "hf_checkpoint": tmp_path,
-        "device": "cuda",
-        "recompute_activations": True,
-        "lora_target_modules": "all-linear",
-        "rollout_max_context_len": 8192,
-        "max_running_requests": 64,
-        "max_tokens_per_gpu": 8192,
-        "train_precision": "int4",
-        "rollout_precision": "int4",
-    }
-    with pytest.raises(PlanError, match=r"(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
-        plan(**given)
-    text = str(plan(**given, lora_base_gpus=8))
-    assert "one copy of the frozen base is held, with experts on 8 GPUs" in text
-    assert "experts are divided among 8 GPUs, and each of the others needs" in text
-    with pytest.raises(PlanError, match="16 GPUs"):
-        plan(**given, lora_base_gpus=16)
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if not families.lacking(name)])
+def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
+    """Only some layers of these models attend, and only some keep a state: the estimate is at least peft's count, and of its order."""
+    name, values = families.FAMILIES[family]
+    wide = {key: value * 8 if key in ("hidden_size", "head_dim") else value for key, value in values.items()}
+    config = getattr(transformers, name)(**wide)
+    for targets in (("q_proj", "v_proj"), ("k_proj", "o_proj", "in_proj")):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(targets)))
+        made = sum(weight.numel() for key, weight in adapted.named_parameters() if "lora_" in key)
+        given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
+        facts = Facts([*config_facts(config.to_dict()), *given])
+        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 7 * made

@@ -68,10 +68,5 @@ plugin = format_plugin(
             when="train.precision == mxfp8",
             because="MXFP8 training is only exact against MXFP8 rollout",
         ),
-        Rule(
-            needs="sglang.moe_a2a_backend != deepep",
-            when="engine == sglang",
-            because="SGLang has no MXFP8 DeepEP kernel yet",
-        ),
     ),
 )

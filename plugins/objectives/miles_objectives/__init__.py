@@ -27,7 +27,12 @@ plugin = Plugin(
     fields=(Field("reward_parts", "float64", "sample", shape=(None,)),),
     provides={"advantage": {name: f"miles_objectives.{name}:make_{name}" for name in ESTIMATORS}},
     sets=_settings(),
-    notes={f"objectives.preset == {name}": describe(name) for name in PRESETS},
+    notes={f"objectives.preset == {name}": describe(name) for name in PRESETS}
+    | {
+        "algorithm.advantage_estimator in {gmpo, sapo, dppo, dro} and "
+        "(algorithm.eps_clip != 0.2 or algorithm.eps_clip_high or algorithm.eps_clip_c)": "no effect: --eps-clip, --eps-clip-high and "
+        "--eps-clip-c, because the loss of this estimator has bounds of its own",
+    },
     requires=(
         Rule(
             "rollout.n_samples_per_prompt >= 2",

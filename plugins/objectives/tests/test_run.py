@@ -81,3 +81,9 @@ def test_refused(options, why):
 def test_several_rewards_without_gdpo_are_refused():
     with pytest.raises(ConfigError, match=r"--gdpo-rewards a: it needs algorithm.advantage_estimator == gdpo"):
         plan(["objectives"], gdpo_rewards="a", advantage_estimator="sapo")
+
+
+def test_bounds_of_other_losses_are_a_line_of_the_plan():
+    accepted = plan(["objectives"], advantage_estimator="sapo", eps_clip=0.1)
+    assert any("no effect: --eps-clip, --eps-clip-high and --eps-clip-c" in line for line in accepted.advice)
+    assert not any("no effect" in line for line in plan(["objectives"], advantage_estimator="sapo").advice)

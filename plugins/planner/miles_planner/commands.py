@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from miles_core.cli.plan import USAGE, collect_facts, make_parser
-from miles_core.config.command import parse_own
+from miles_core.config.command import CommandParser
 from miles_core.plugin import ConfigError
 from miles_planner.packages import PARTS, check_packages, read_option
 
 if TYPE_CHECKING:
-    import argparse
-
     from miles_core.config.command import Command
     from miles_core.config.config import Config
     from miles_core.plugin import Facts
@@ -28,7 +26,7 @@ SEARCH = "--search"
 def search_layouts(argv: Sequence[str]) -> int:
     """Implement ``miles plan --search``, and ``miles plan --help`` with all options."""
     check_packages(argv, SEARCH in argv)
-    options, rest, command = parse_own(make_search_parser(), argv, "plan")
+    options, rest, command = make_search_parser().parse_own(argv)
     if options.top < 1:
         raise ConfigError(f"--top {options.top}: show at least one layout")
     if options.launch:
@@ -49,11 +47,12 @@ def search_layouts(argv: Sequence[str]) -> int:
     return 0 if result.best else 2
 
 
-def make_search_parser() -> argparse.ArgumentParser:
+def make_search_parser() -> CommandParser:
     """Create the parser of ``miles plan`` with all of its options."""
     from miles_planner.launch.command import KINDS, add_options
 
     parser = make_parser(
+        "plan",
         f"{USAGE}\n       miles plan --search --hardware GPUS --hf-checkpoint DIR [...]",
         "Resolve a run without starting it.",
     )

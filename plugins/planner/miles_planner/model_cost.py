@@ -32,8 +32,7 @@ class ModelCost:
         """Parameters that multiply one token, with the output layer and without the embedding."""
         s = self.size
         routed = s.routed * self.top_k / self.experts if self.experts else 0.0
-        sparse = s.sparse_layers * (routed + s.shared)
-        return s.vocab * s.hidden + s.layers * s.attention + sparse + (s.layers - s.sparse_layers) * s.dense
+        return s.vocab * s.hidden + s.attentions + s.states + s.feed_forward + s.sparse_layers * routed
 
     @property
     def moe(self) -> bool:

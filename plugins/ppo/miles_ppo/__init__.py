@@ -74,4 +74,5 @@ plugin = Plugin(
             "raise --value-clip to the scale of the rewards, or lower --critic-lr",
         ),
     ),
+    toy={"advantage_estimator": "ppo"},
 )

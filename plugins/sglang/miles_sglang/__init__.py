@@ -8,6 +8,8 @@ from miles_sglang.installed import INSTALL, TESTED
 __version__ = "0.1.0"
 
 _SPECULATIVE = "sglang.speculative_algorithm"
+#: SGLang computes with the kernels of the trainer.
+_EXACT = "plugin.true_on_policy and engine == sglang"
 #: Algorithms that draft with the checkpoint's MTP layer when no draft model is configured.
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 #: The schedulers run this plugin's code, and its digest can be checked in all of them.
@@ -65,7 +67,11 @@ plugin = Plugin(
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
             Capability("token_versions", when=_OWN_SCHEDULERS),
-            Capability("draft", when=f"{_WITH_HEAD} and not sglang.speculative_draft_model_path"),
+            Capability(
+                "draft",
+                when=f"({_WITH_HEAD} and not sglang.speculative_draft_model_path) or (sglang.speculative_draft_model_path and "
+                f"{_OWN_SCHEDULERS})",
+            ),
             Capability("keyed_sampling", when=f"sglang.enable_deterministic_inference and not {_SPECULATIVE}"),
         )
     },
@@ -82,6 +88,18 @@ plugin = Plugin(
                 because="the CPU copy restores draft weights after SGLang released their memory",
             ),
         ),
+        "sglang.model_impl": Set(
+            "transformers", when=_EXACT, because="true_on_policy replaces the steps of the model's Transformers code"
+        ),
+        "sglang.enable_deterministic_inference": Set(
+            True, when=_EXACT, because="a token must not depend on the other requests of a batch"
+        ),
+        "sglang.attention_backend": Set(
+            "triton", when=_EXACT, because="true_on_policy's attention reads the cache of this backend"
+        ),
+        "sglang.disable_cuda_graph": Set(
+            True, when=_EXACT, because="true_on_policy's attention reads the lengths of the sequences on the host"
+        ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="r3 replays the experts that SGLang chose"
         ),
@@ -96,6 +114,12 @@ plugin = Plugin(
             when="sglang.enable_return_routed_experts",
             because="SGLang 0.5.17 does not pass the layer index to these models' routers, so it cannot record routed experts; use "
             "--engine embedded, or leave r3 out",
+        ),
+        Rule(
+            needs="model.type not in {glm4_moe, glm4_moe_lite, glm4v_moe, glm4v_moe_text}",
+            when="sglang.url",
+            because="SGLang 0.5.17 multiplies in these families' routers with a copy of the weights that updates do not change; an SGLang that "
+            "the run starts updates the copy",
         ),
         Rule(
             needs="not sglang.dp_size > 1 or sglang.enable_dp_attention",
@@ -153,7 +177,7 @@ plugin = Plugin(
         Rule(
             needs="sglang.enable_draft_weights_cpu_backup",
             when="sglang.enable_memory_saver and sglang.speculative_draft_model_path",
-            because="weight updates do not include a separate draft model, so only the CPU copy can restore its weights after SGLang "
+            because="a separate draft model is not part of every update, so only the CPU copy can restore its weights after SGLang "
             "released their memory",
         ),
         Rule(

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
-from miles_sglang import HEADS, inside, loader, plugin, standby
+from miles_sglang import inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
+from miles_sglang.choices import Choices
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
-from miles_sglang.formats import CAPABILITIES, loads_in_place
+from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.link import Link
-from miles_sglang.memory import BESIDE_A_TRAINER, default_share
+from miles_sglang.memory import default_share
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
@@ -43,6 +43,8 @@ _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
 _CONTEXT_SLACK = 8
 
 
+#: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
+_EXACT = "MILES_TRUE_ON_POLICY"
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
@@ -50,65 +52,6 @@ ROUTED_EXPERTS = "rollout_routed_experts"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
 #: sizes; SGLang compiles those on first use and caches them on disk.
 PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """How to start SGLang. Attributes not listed here have the meaning of the option with the same name.
-
-    Attributes:
-        arguments: the user's arguments for SGLang's ``ServerArgs``.
-        device: ``cuda`` or ``cpu``.
-        max_context: maximum tokens of prompt and response; 0 means the model's limit.
-        routed_dtype: dtype of the routed experts column.
-        url: address of a running server; then this run does not start SGLang.
-        bucket_bytes: maximum bytes of a bucket of weights.
-        max_restarts: how often to restart SGLang after it died.
-        share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
-        allow_mismatch: continue if an update does not reach all of SGLang's parameters.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cuda"
-    dtype: str = "auto"
-    seed: int = 0
-    max_context: int = 0
-    max_running_requests: int = 256
-    kv_cache_dtype: str = "auto"
-    routed_dtype: str = "int32"
-    url: str | None = None
-    weights_dir: Path | None = None
-    startup_timeout: float = 900.0
-    bucket_bytes: int = 512 << 20
-    max_restarts: int = 0
-    share: float | None = BESIDE_A_TRAINER
-    allow_mismatch: bool = False
-
-    @property
-    def speculative(self) -> bool:
-        """Whether SGLang uses speculative decoding."""
-        return bool(self.arguments.get("speculative_algorithm"))
-
-    @property
-    def drafts(self) -> bool:
-        """Whether SGLang drafts with the checkpoint's MTP layer, whose weights every update includes."""
-        return self.speculative and self.arguments["speculative_algorithm"] in HEADS and not self.separate_draft
-
-    @property
-    def separate_draft(self) -> bool:
-        """Whether SGLang drafts with a separate model, which weight updates do not include."""
-        return bool(self.arguments.get("speculative_draft_model_path"))
-
-    @property
-    def keyed(self) -> bool:
-        """Whether a request's seed determines its tokens."""
-        return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
-
-    @property
-    def versioned(self) -> bool:
-        """Whether the scheduler code of this plugin records the weight version of each token (``retraction``)."""
-        separate = self.arguments.get("enable_dp_attention") or (self.arguments.get("pp_size") or 1) > 1
-        return not self.url and not separate
 
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
@@ -162,6 +105,8 @@ def _choices(run: Any, policy: Any) -> Choices:
         max_restarts=config.run.max_restarts,
         share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
+        trains_draft=run.plan.holds("plugin.speculative and sglang.speculative_draft_model_path"),
+        exact=run.plan.holds("plugin.true_on_policy"),
     )
 
 
@@ -215,7 +160,8 @@ def assemble(
     def serve(codec: Codec) -> Served:
         check_blocks(config, codec)
         described = layout(checkpoint, codec)
-        names = WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers"))
+        tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
+        names = WeightNames(described.names, tied, layers, choices.trains_draft)
         arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
         return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
@@ -233,7 +179,7 @@ def assemble(
         bucket_bytes=choices.bucket_bytes,
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         restarts=Restarts(choices.max_restarts),
-        separate_draft=choices.separate_draft,
+        separate_draft=choices.separate_draft and not choices.trains_draft,
         allow_mismatch=choices.allow_mismatch,
     )
     engine = SglangEngine(link, settings)
@@ -296,7 +242,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "sampling_support": translator.supports,
         "routed_experts": translator.routing is not None,
         "keyed_sampling": translator.seed is not None,
-        "draft": choices.drafts,
+        "draft": choices.drafts or (choices.separate_draft and choices.versioned),
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
         "rebuild": not choices.url and not choices.arguments.get("enable_memory_saver"),
         "token_versions": translator.versioned,
@@ -317,7 +263,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     Raises:
         ConfigError: the checkpoint is quantised and the rollout precision is BF16.
     """
-    waits = {} if codec.format is None or loads_in_place(codec.format.name) else _COMPILES
+    waits = _COMPILES if codec.format is not None and compiles(codec.format.name) else {}
     if described.stored:
         return waits | {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:
@@ -392,6 +338,7 @@ def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str |
         standby.VARIABLE: str(_schedulers(choices)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+        _EXACT: "1" if choices.exact else None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
     if PRECOMPILES not in os.environ:

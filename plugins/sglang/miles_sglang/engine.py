@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -68,8 +68,7 @@ class SglangEngine(Engine):
         self._calls: dict[str, _Call] = {}
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
-        self._paused: PauseMode | None = None
-        self._asleep: set[EnginePart] = set()
+        self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
@@ -105,7 +104,8 @@ class SglangEngine(Engine):
         return self.settings.model_facts
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
-        return "restart" if not loads_in_place(format) else "in_place" if self.link.same_host else "via_disk"
+        ours = self.link.same_host
+        return "restart" if not loads_in_place(format, ours) else "in_place" if ours else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
         return make_quantizer(self.link, format)
@@ -121,9 +121,8 @@ class SglangEngine(Engine):
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        rid = (
-            f"{next(self._numbers):016x}"  # fixed width: SGLang aborts every request whose id starts with the given one
-        )
+        # fixed width: SGLang aborts every request whose id starts with the given one
+        rid = f"{next(self._numbers):016x}"
         body = self.settings.translator.body(request, rid)
         call = self._calls[rid] = _Call(request.key, rid)
         try:
@@ -169,7 +168,9 @@ class SglangEngine(Engine):
                 "SGLang's weights are incomplete (an update failed part-way); it generates again after a complete update"
             )
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
+    ) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
@@ -226,8 +227,7 @@ class SglangEngine(Engine):
         while calls := [call for call in calls if not call.done.is_set()]:
             await self._abort_calls(calls)
             waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
-            _, late = await asyncio.wait(waiting, timeout=0.5)
-            for task in late:
+            for task in (await asyncio.wait(waiting, timeout=0.5))[1]:
                 task.cancel()
 
     async def resume(self) -> None:

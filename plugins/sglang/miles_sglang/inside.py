@@ -8,8 +8,10 @@ It is active only in an SGLang that this plugin started, and makes these changes
   requests that finish in the same step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
   include these scales, so they are reset to "not set".
+- How INT4 weights are loaded is remembered before SGLang packs them, so that updates can replace them (``repacking``).
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
 - A scheduler reads the tokenizer's EOS token id for each generated token, and Transformers looks it up each time. It is cached.
+- A draft of its own is marked, so that updates reach it (``loader``).
 - Requests continue with new weights (``retraction``).
 """
 
@@ -32,6 +34,7 @@ MOST = 256
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+_BUILDS = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 _RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -46,7 +49,7 @@ _finished: list[Any] = []
 
 def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
-    modules = ("inside", "loader", "coverage", "record", "record_files", "retraction", "routes")
+    modules = ("inside", "loader", "coverage", "record", "record_files", "repacking", "retraction", "routes")
     texts = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in modules]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
@@ -64,8 +67,9 @@ def install() -> None:
     directory = os.environ.get(record_files.VARIABLE)
     _writer = record_files.RecordWriter(Path(directory)) if directory else None
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
-    HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
+    HookRegistry.register(_FILLS, prepare_random_weights, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
+    HookRegistry.register(_BUILDS, mark_draft, HookType.AFTER)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
     HookRegistry.register(f"{_SENDS}.stream_output", send_routes, HookType.BEFORE)
@@ -85,7 +89,9 @@ def cache_eos_token_id(_: None, scheduler: Any) -> None:
 def read_tied_head(
     model: Any, weights: Iterable[tuple[str, Any]], *more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Load a tied checkpoint's embedding into the output layer too if SGLang's model has both."""
+    """Load a tied checkpoint's embedding into the output layer too if SGLang's model has both. Weights that SGLang packs afterwards are
+    remembered as they are loaded."""
+    from miles_sglang import repacking
     from miles_sglang.coverage import tied_head
 
     def streamed() -> Iterator[tuple[str, Any]]:
@@ -93,14 +99,28 @@ def read_tied_head(
             yield entry
             yield from tied_head(model, [entry])
 
+    repacking.remember(model)
     return (model, streamed(), *more), {}
 
 
-def unset_cache_scales(_: None, model: Any, *more: Any) -> None:
-    """Set the scales of the cached keys and values to -1, which SGLang interprets as "not set"."""
+def prepare_random_weights(_: None, model: Any, *more: Any) -> None:
+    """Set the scales of the cached keys and values to -1, which SGLang interprets as "not set", and remember how weights are loaded that
+    SGLang packs afterwards."""
+    from miles_sglang import repacking
+
+    repacking.remember(model)
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
+
+
+def mark_draft(_: None, runner: Any) -> None:
+    """Mark a draft that is a model or a head of its own, so that it loads its own weights of an update."""
+    from miles_sglang.loader import SEPARATE
+
+    arguments = runner.server_args
+    if runner.is_draft_worker and arguments.speculative_draft_model_path not in (None, arguments.model_path):
+        setattr(runner.model, SEPARATE, True)
 
 
 def keep_routes(_: None, runner: Any) -> None:

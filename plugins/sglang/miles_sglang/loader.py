@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from miles_sglang import repacking
 from miles_sglang.coverage import Coverage, tied_head
 
 #: Import path of ``load`` for SGLang.
 NAME = "miles_sglang.loader.load"
 #: Name of the marker entry that follows the last bucket of an update.
 COMPLETE = "complete"
+#: Prefix of the weights of a draft that is a model or a head of its own.
+DRAFT = "draft."
+#: Attribute that marks such a draft of SGLang.
+SEPARATE = "miles_separate_draft"
+#: Buffer of a copy of a router's weight in FP32.
+_WIDE_COPY = "_weight_fp32"
 #: Name suffix of the block scales of a quantised weight.
 _SCALES = "_scale_inv"
 
@@ -122,6 +129,7 @@ def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
     with torch.no_grad():
         if model not in _unwritten and model not in _coverage:
             _coverage[model] = Coverage(model)
+        repacking.open_layers(model)
         for table, array in named:
             if table == COMPLETE:
                 _complete(model)
@@ -141,17 +149,33 @@ def unwritten_parameters(model: nn.Module) -> list[str]:
 
 def _complete(model: nn.Module) -> None:
     """End an update; after the first one, store the names of unwritten parameters."""
+    repacking.close_layers(model)
+    _refresh_copies(model)
     coverage = _coverage.pop(model, None)
     if coverage is not None:
         _unwritten[model] = coverage.finish(model)
 
 
+def _refresh_copies(model: nn.Module) -> None:
+    """Update the copies of weights that modules made when they first computed, in place because CUDA graphs read them.
+
+    SGLang's routers of the GLM-4.5 family multiply with a copy in FP32, which SGLang 0.5.17 never updates.
+    """
+    module: Any
+    for module in model.modules():
+        if (copied := module._buffers.get(_WIDE_COPY)) is not None:
+            copied.copy_(module.weight)
+
+
 def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
     """Load a bucket with the model's ``load_weights``. Returns the recorded copies; None if they cannot be replayed."""
-    tensors = _unpack(table, array)
+    tensors = _select(model, _unpack(table, array))
     with Watch(array) as watch:
-        model.load_weights([*tensors, *tied_head(model, tensors)])
+        if tensors:
+            model.load_weights([*tensors, *tied_head(model, tensors)])
         _load_scales(model, tensors, watch)
+    if repacking.packs(model):
+        return None
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None
     if any(_overlap(filled, place) for filled, _ in watch.fills for place, _ in watch.copies):
@@ -164,6 +188,13 @@ def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, .
         for _, s in watch.copies
     ]
     return Copies([place for place, _ in watch.copies], pieces, watch.fills, memory)
+
+
+def _select(model: Any, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a model: those of a draft model of its own have a prefix, which its checkpoint does not have."""
+    if getattr(model, SEPARATE, False):
+        return [(name.removeprefix(DRAFT), tensor) for name, tensor in tensors if name.startswith(DRAFT)]
+    return [(name, tensor) for name, tensor in tensors if not name.startswith(DRAFT)]
 
 
 def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) -> None:

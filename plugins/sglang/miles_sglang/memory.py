@@ -119,7 +119,7 @@ def weights_on_gpu(facts: Facts, size: ModelSize, server: Server) -> float:
     """Return the bytes of the weights on one GPU. With data-parallel attention every GPU has all weights of its stage's attention."""
     precision = largest_precision(facts)
     stored, experts_only = STORED.get(precision, (2.0, False))
-    attention = (2.0 if experts_only else stored) * size.layers * size.attention / server.pp
+    attention = (2.0 if experts_only else stored) * size.attentions / server.pp
     return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp
 
 
@@ -127,6 +127,12 @@ def cache_bytes_per_token(facts: Facts, size: ModelSize, server: Server) -> floa
     """Return the cache bytes of one token on one GPU. Tensor parallelism splits KV heads, but not a latent (MLA) cache."""
     width = 1.0 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else 2.0
     return width * size.cached / server.pp / min(max(server.tp // server.dp, 1), size.heads)
+
+
+def state_bytes_per_sequence(size: ModelSize, server: Server) -> float:
+    """Return the bytes of the states of one sequence on one GPU. Tensor parallelism splits their heads. SGLang keeps further copies for cached
+    prefixes, in what its cache has left."""
+    return size.state_bytes(2) / server.pp / max(server.tp // server.dp, 1)
 
 
 def draft_bytes(facts: Facts, size: ModelSize) -> float:
@@ -156,12 +162,14 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     precision = largest_precision(facts)
     held, drafts = weights_on_gpu(facts, size, server), draft_bytes(facts, size) / server.gpus
     each, (longest, why), rows = cache_bytes_per_token(facts, size, server), longest_sample(facts), wanted_rows(facts)
-    pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * longest * each
+    state = state_bytes_per_sequence(size, server)
+    sequence = longest * each + state
+    pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * sequence
     other = CONTEXT + (CHANNELS if server.gpus > 1 else 0)
     note = f"engine: {precision} weights on {server.gpus} GPU{'s' * (server.gpus > 1)}"
     if gpu:
-        tokens = int(pool / each)
-        fitting = tokens // longest
+        fitting = int(pool // sequence)
+        tokens = int((pool - min(fitting, rows) * state) / each) if each else 0
         enough = f"all {rows:,} of the engine's" if fitting >= rows else f"{fitting:,} of up to {rows:,}"
         note += (
             f", {server.fraction:.2f} of each for weights and cache ({server.origin}): the cache holds {tokens:,} tokens, enough for "
@@ -169,6 +177,8 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         )
     else:
         note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
+    if state:
+        note += f"; the states of a sequence take {state / 1e6:.1f} MB of it"
     parts = Parts(weights=held, draft=drafts, cache=pool, other=max(server.reserve, other))
     note += _warn_of_full_gpu(facts, gpu, server, parts.total)
     usable = (
@@ -242,7 +252,8 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
 def bytes_needed(facts: Facts, size: ModelSize, server: Server) -> float:
     """Return the bytes of weights and of the cache of one sequence on one GPU."""
     held = weights_on_gpu(facts, size, server) + draft_bytes(facts, size) / server.gpus
-    return held + longest_sample(facts)[0] * cache_bytes_per_token(facts, size, server)
+    sequence = longest_sample(facts)[0] * cache_bytes_per_token(facts, size, server)
+    return held + sequence + state_bytes_per_sequence(size, server)
 
 
 def _propose_smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -> Iterator[dict[str, Any]]:

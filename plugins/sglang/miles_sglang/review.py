@@ -86,7 +86,7 @@ def _machines(facts: Facts) -> Iterator[Problem]:
     names = ("rollout.precision", "ray.rollout_num_gpus_per_engine", "gpu.count")
     yield Problem(
         "sglang",
-        "rollouts in bf16 or fp8",
+        "rollouts in bf16, fp8 or int4",
         "SGLang loads new weights of other formats at its start only, and an engine on several machines is not restarted for each update",
         tuple(describe_fact(facts.lookup(name)) for name in names),
         choices=names[:2],

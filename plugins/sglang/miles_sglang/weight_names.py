@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from miles_core.data import Encoded
 from miles_core.plugin import MilesError
+from miles_sglang.loader import DRAFT
 
 #: Checkpoints with tied embeddings may contain the output layer or omit it.
 _TIED = "lm_head.weight"
@@ -25,9 +26,13 @@ class WeightNames:
         tied: the output layer is tied to the embedding.
         layers: number of decoder layers; layers with a higher index are MTP layers. An update contains all MTP tensors or, if the
             trainer does not hold the MTP layer, none.
+        draft: updates contain the weights of a draft of its own, too; the first complete update defines their names.
     """
 
-    def __init__(self, names: Collection[str] = (), tied: bool = False, layers: int | None = None) -> None:
+    def __init__(
+        self, names: Collection[str] = (), tied: bool = False, layers: int | None = None, draft: bool = False
+    ) -> None:
+        self._drafts = draft
         self.names, self._optional = set(names), {_TIED} if tied else set()
         self._draft = {name for name in names if _of_mtp(name, layers)}
         self._optional |= {name for name in self._draft if name.endswith(_COPIES)}
@@ -55,9 +60,13 @@ class WeightNames:
             )
         if not self._complete:
             self.names, self._complete = seen, True
+        if self._drafts:
+            self.names |= {name for name in seen if name.startswith(DRAFT)}
 
     def is_unknown(self, name: str) -> bool:
         """Whether the model has no such tensor."""
+        if self._drafts and name.startswith(DRAFT) and not any(known.startswith(DRAFT) for known in self.names):
+            return False
         return self._complete and name not in self.names and name not in self._optional
 
 

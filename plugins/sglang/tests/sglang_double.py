@@ -25,8 +25,8 @@ from miles_core.data import Encoded
 from miles_core.engine import Engine, Request, Sampling
 from miles_embedded import load_model
 from miles_embedded.engine.build import end_tokens
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
 from miles_sglang import inside, loader
@@ -69,7 +69,7 @@ class Manager:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.context = int(arguments["context_length"])
         running = int(arguments["max_running_requests"])
-        self.end, self.detokenize = end_tokens(model, tokenizer), detokenizer(tokenizer)
+        self.end, self.detokenize = end_tokens(model, tokenizer), Detokenizer(tokenizer)
         self.engine: Engine = EmbeddedEngine(
             model,
             Settings(self.detokenize, self.end, seed=7, max_running_requests=running, max_context=self.context),
@@ -180,6 +180,9 @@ class Manager:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
+
+    def modules(self) -> Iterator[Any]:
+        return iter(())
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:

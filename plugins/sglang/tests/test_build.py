@@ -23,4 +23,5 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     run = SimpleNamespace(
         config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, state={}
     )
+    run.plan = SimpleNamespace(holds=lambda expression: False)
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below

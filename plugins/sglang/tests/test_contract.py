@@ -20,7 +20,8 @@ from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError
 from miles_formats import Codec, FormatCodec
 from miles_sglang import installed
-from miles_sglang.build import Choices, assemble
+from miles_sglang.build import assemble
+from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_testing.engine_contract import stored_units
@@ -148,36 +149,51 @@ def test_a_killed_scheduler_is_replaced_and_has_the_current_weights(tmp_path: Pa
 
 
 @pytest.fixture
-def fp8_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang has FP8 layers, also on a CPU."""
-    if gpu():
-        return
-    described = tmp_path / "plugins" / "fp8_on_cpu-0.1.0.dist-info"
-    described.mkdir(parents=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8_on_cpu\nVersion: 0.1.0\n")
-    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nfp8_on_cpu = fp8_on_cpu:install\n")
-    paths = [str(described.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+def quantized_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Give SGLang layers of a number format, also on a CPU."""
+
+    def install(format: str) -> None:
+        if gpu():
+            return
+        module = f"{format}_on_cpu"
+        described = tmp_path / "plugins" / f"{module}-0.1.0.dist-info"
+        described.mkdir(parents=True)
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1.0\n")
+        (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:install\n")
+        paths = [str(described.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    return install
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "warm_up"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+    ("format", "family", "warm_up"),
+    [
+        ("fp8", "qwen3", False),
+        ("fp8", "qwen3", True),
+        ("fp8", "llama", False),
+        ("fp8", "qwen3_moe", False),
+        ("int4", "qwen3", False),
+        ("int4", "qwen3_moe", False),
+    ],
 )
 def test_what_it_computes_with_are_the_codes_it_was_sent(
-    family: str, warm_up: bool, tmp_path: Path, fp8_layers: None
+    format: str, family: str, warm_up: bool, tmp_path: Path, quantized_layers: Callable[[str], None]
 ) -> None:
-    """Two updates, the second of which is loaded by remembered copies, against Transformers with the numbers that the codes stand for.
-    With a warm-up, after an update in BF16 and the change to FP8."""
+    """Three updates, the later of which are loaded by remembered copies or packed again, against Transformers with the numbers that the codes
+    stand for; SGLang is not restarted. With a warm-up, after an update in BF16 and the change to FP8."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     from miles_fp8.format import Fp8
+    from miles_int4.format import Int4
 
+    quantized_layers(format)
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
-    checkpoints = [tiny_checkpoint(family, tmp_path / str(seed), seed, **sizes) for seed in range(2)]
-    codec, sequence = FormatCodec(Fp8()), list(range(5, 45))
+    checkpoints = [tiny_checkpoint(family, tmp_path / str(seed), seed, **sizes) for seed in range(3)]
+    codec, sequence = FormatCodec(Fp8() if format == "fp8" else Int4(64)), list(range(5, 45))
 
     def encoded(checkpoint: Path) -> list[Any]:
         return list(codec.encode(WeightUnit(dict(unit.parts)) for unit in stored_units(checkpoint)))
@@ -193,10 +209,11 @@ def test_what_it_computes_with_are_the_codes_it_was_sent(
                 await engine.rebuild("fp8")
                 with pytest.raises(MilesError, match="weights are incomplete"):
                     await engine.score([sequence])
-            found = []
+            found, process = [], engine.link._process  # type: ignore[attr-defined]
             for version, checkpoint in enumerate(checkpoints):
                 await engine.update_weights(encoded(checkpoint), version)
                 found.append((await engine.score([sequence]))[0])
+            assert engine.link._process is process  # type: ignore[attr-defined]
             assert not warm_up or 0 < abs(found[1] - plain).mean() < 1  # the same weights, rounded
             return found
         finally:

@@ -21,7 +21,8 @@ from miles_core.plugin import MilesError, WorkerLost
 from miles_formats import Codec, FormatCodec
 from miles_fp8.format import Fp8
 from miles_sglang import build
-from miles_sglang.build import Choices, assemble
+from miles_sglang.build import assemble
+from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangLost
 from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
@@ -87,13 +88,13 @@ def test_an_update_that_loses_a_bucket_fails_the_contract(tmp_path: Path) -> Non
         suite.test_two_updates_equal_a_fresh_load(engine, runner, checkpoints)
 
 
-def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> None:
-    from miles_int4.format import Int4
+def test_a_format_whose_layout_sglang_changes_is_loaded_by_a_new_start(tmp_path: Path) -> None:
+    from miles_mxfp8.format import Mxfp8
 
     checkpoint = tiny_checkpoint(
         "qwen3", tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4
     )
-    codec = FormatCodec(Int4())
+    codec = FormatCodec(Mxfp8())
     engine = engine_for(checkpoint, codec=codec)
     found: dict[str, Any] = {}
 
@@ -106,12 +107,12 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
 
     engine.link.restart = restart  # type: ignore[method-assign]
     units = [WeightUnit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
-    assert engine.hot_update("int4") == "restart" and engine.hot_update("") == "in_place"
+    assert engine.hot_update("mxfp8") == "restart" and engine.hot_update("int4") == engine.hot_update("") == "in_place"
     assert engine.link.arguments["watchdog_timeout"] > 1000  # type: ignore[attr-defined]
     asyncio.run(engine.update_weights(codec.encode(units), 4))
     assert found["weight_version"] == "4" and found["load_format"] == "auto" and engine.version == 4
-    assert found["config"]["quant_method"] == "compressed-tensors" and "tokenizer.json" in found["files"]
-    assert "model.layers.0.self_attn.q_proj.weight_packed" in found["tensors"]
+    assert found["config"]["quant_method"] == "mxfp8" and "tokenizer.json" in found["files"]
+    assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in found["tensors"]
     assert not any((tmp_path / "work" / "weights").iterdir())
 
 

@@ -143,6 +143,17 @@ def test_a_model_without_weights_gets_no_random_scales_of_its_cache(hooks: dict[
     assert attention.k_scale.item() == attention.v_scale.item() == -1.0 and torch.equal(attention.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("path", "is_draft", "marked"),
+    [("head", True, True), ("head", False, False), ("model", True, False), (None, True, False)],
+)
+def test_a_draft_of_its_own_is_marked(path: str | None, is_draft: bool, marked: bool) -> None:
+    arguments = types.SimpleNamespace(model_path="model", speculative_draft_model_path=path)
+    runner = types.SimpleNamespace(server_args=arguments, is_draft_worker=is_draft, model=torch.nn.Module())
+    inside.mark_draft(None, runner)
+    assert hasattr(runner.model, "miles_separate_draft") is marked
+
+
 def test_the_end_of_a_text_is_not_looked_up_for_each_token(hooks: dict[str, Any], monkeypatch: Any) -> None:
     class Tokenizer:
         asked = 0
@@ -166,7 +177,7 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
     sent: list[Any] = []
     manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
 
-    async def asked() -> None:
+    async def ask() -> None:
         RequestBatcher(manager)
         for rid in "ab":
             manager._dispatch_to_scheduler(Tokenized(rid))
@@ -175,5 +186,5 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
         manager._dispatch_to_scheduler(Tokenized("c"))
         await asyncio.sleep(0)
 
-    asyncio.run(asked())
+    asyncio.run(ask())
     assert sent == [Batch([Tokenized("a"), Tokenized("b")]), "abort", Tokenized("c")]

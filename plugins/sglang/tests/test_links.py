@@ -231,6 +231,22 @@ def test_an_mtp_layer_comes_whole_or_not_at_all() -> None:
         sent(*policy, draft[0])
 
 
+def test_a_draft_of_its_own_has_the_weights_of_the_first_update() -> None:
+    policy, draft = ["model.layers.0.w", "lm_head.weight"], ["draft.fc.weight", "draft.layers.0.w"]
+
+    def sent(names: WeightNames, *which: str) -> int:
+        return len(list(names.check_all(Encoded(name, {}) for name in which)))
+
+    names = WeightNames(policy, draft=True)
+    assert sent(names, *policy, *draft) == sent(names, *policy, *draft) == 4
+    with pytest.raises(MilesError, match=r"draft\.layers\.0\.w did not arrive"):
+        sent(names, *policy, draft[0])
+    with pytest.raises(MilesError, match=r"contains draft\.other, which"):
+        sent(names, *policy, *draft, "draft.other")
+    with pytest.raises(MilesError, match=r"contains draft\.fc\.weight, which"):
+        sent(WeightNames(policy), *policy, *draft)
+
+
 def test_what_became_of_drafts_is_in_the_metrics() -> None:
     meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "completion_tokens": 9}
     meta |= {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 8}

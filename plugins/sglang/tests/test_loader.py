@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_sglang.buckets import Bucket
-from miles_sglang.loader import _unpack, load
+from miles_sglang.loader import COMPLETE, _unpack, load
 
 
 class Model(nn.Module):
@@ -219,3 +219,53 @@ def test_host_tensors_that_are_not_in_one_block_are_copied_one_by_one(apart: str
     assert flat.tensors == made.tensors and flat.array.numel() == made.size == 128
     found = dict(_unpack(json.dumps(flat.tensors), flat.array))
     assert torch.equal(found["a"], block[:64]) and torch.equal(found["b"], second)
+
+
+class Router(nn.Module):
+    """Multiplies with a copy of its weight that it made when it first computed, as SGLang's ``Glm4MoeGate`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+        self.register_buffer("_weight_fp32", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._weight_fp32 is None:
+            self._weight_fp32 = self.weight.data.float()
+        return nn.functional.linear(x, self._weight_fp32)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Router()
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.gate.weight.data.copy_(weights[0][1])
+
+
+def test_a_router_computes_with_updated_weights_also_if_it_keeps_a_copy() -> None:
+    model = Routed()
+    assert model.gate(torch.ones(1, 2)).sum() == 0
+    kept = model.gate._weight_fp32.data_ptr()
+    for value in (1.0, 3.0):
+        made = Bucket()
+        made.add("gate.weight", torch.full((2, 2), value, dtype=torch.bfloat16))
+        flat = made.flatten()
+        load(model, [(json.dumps(flat.tensors), flat.array), (COMPLETE, torch.empty(0))])
+        assert (model.gate(torch.ones(1, 2)) == 2 * value).all()
+    assert model.gate._weight_fp32.data_ptr() == kept  # CUDA graphs read this memory
+
+
+def test_a_draft_of_its_own_loads_the_tensors_with_its_prefix_and_the_policy_the_others() -> None:
+    policy, draft = Model(), Model()
+    draft.miles_separate_draft = True
+    for value in (1.0, 2.0, 3.0):
+        made = Bucket()
+        made.add("own", torch.full((3,), value, dtype=torch.bfloat16))
+        made.add("draft.own", torch.full((3,), 10 * value, dtype=torch.bfloat16))
+        flat = made.flatten()
+        for model in (draft, policy):
+            load(model, [(json.dumps(flat.tensors), flat.array), (COMPLETE, torch.empty(0))])
+        assert (policy.own == value).all() and (draft.own == 10 * value).all()
+    assert policy.loads == draft.loads == 1  # the copies are replayed

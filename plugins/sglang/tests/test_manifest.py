@@ -15,6 +15,7 @@ from miles_core.plugin import ConfigError, PlanError
 from miles_sglang import architectures, installed, read_server_args
 from miles_sglang.config import SglangConfig, server_arguments, table_version
 from miles_sglang.shapes import check_blocks
+from miles_testing import toy
 
 SOURCE = '''
 CHOICES = ["one", "two"]
@@ -170,7 +171,7 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     refused("SGLang drafts only with", speculative_num_steps=3)
     refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
     refused("does not support data-parallel attention", **draft, enable_dp_attention=True)
-    refused("do not include a separate draft model", **draft, enable_memory_saver=True)
+    refused("not part of every update", **draft, enable_memory_saver=True)
     rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
     head = ["model.mtp_layers=1", "model.type=glm4_moe"]
     refused("depend on the batch", head, speculative_algorithm="NEXTN", **rejection)
@@ -180,6 +181,13 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     assert accepted.fact("sglang.enable_memory_saver") is True
     with pytest.raises(PlanError, match="whatever the temperature"):
         plan(engine="sglang", device="cpu", **named)
+
+
+def test_a_router_that_keeps_a_copy_of_its_weights_is_refused_on_a_server_that_runs_elsewhere(plan):
+    facts = ["model.type=glm4_moe"]
+    with pytest.raises(PlanError, match="with a copy of the weights that updates do not change"):
+        plan(engine="sglang", sglang_url="http://host:30000", facts=facts)
+    plan(engine="sglang", facts=[*facts, "gpu.count=1"])
 
 
 def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
@@ -192,6 +200,24 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
     for other in ({"spec_lookahead": "3"}, {"spec_topk": 2}, {"profile_speculative": True}):
         with pytest.raises(PlanError, match="drafting on the embedded engine"):
             plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options, **other)
+
+
+def test_a_draft_of_its_own_is_trained_here_and_drafts_there(plan):
+    head = toy.toy_files("llama", hidden_size=16, num_hidden_layers=1) / "model"
+    facts = ["gpu.count=1", "gpu.sm=90"]
+    options = {
+        **{
+            "engine": "sglang",
+            "sglang_speculative_algorithm": "STANDALONE",
+            "sglang_speculative_draft_model_path": head,
+        },
+        **{"online_sft_interval": 1, "draft_ema_decay": 0.9},
+    }
+    assert "speculative" in plan(["speculative"], facts=facts, **options).order
+    with pytest.raises(PlanError, match="a draft model and an EAGLE head learn with --online-sft-interval N"):
+        plan(["speculative"], facts=facts, enable_mtp_training=True, **options)
+    with pytest.raises(PlanError, match="SGLang reads the number format of a draft of its own"):
+        plan(["speculative", "int4"], facts=facts, rollout_precision="int4", int4_group_size=16, **options)
 
 
 def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():

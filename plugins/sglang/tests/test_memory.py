@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.plugin import PlanError
+from miles_core.plugin import Fact, Facts, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
-from miles_sglang.memory import GB, MIB, default_share, server_of, weight_bytes
+from miles_sglang.memory import GB, MIB, default_share, server_of, usage, weight_bytes
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
@@ -155,3 +155,36 @@ def test_an_engine_that_leaves_less_than_the_margin_free_gets_a_warning(checkpoi
         sglang_mem_fraction_static=share + 0.02
     )
     assert "warning" not in note(sglang_mem_fraction_static=0.7)
+
+
+def facts_of(**given):
+    named = {
+        "engine": "sglang",
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 8,
+        "rollout.max_context_len": 1000,
+    }
+    return Facts([Fact(name, value, "") for name, value in {**named, **given}.items()])
+
+
+def test_states_of_hybrid_models_are_part_of_the_cache():
+    """Qwen3-Next: 36 of 48 layers with 8,192 channels of four inputs in BF16, and 32 heads of 128 x 128 in FP32; split by two GPUs."""
+    config = {"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+              "head_dim": 256, "vocab_size": 151936, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+              "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}  # fmt: skip
+    (found,) = usage(facts_of(**{"sglang.tp_size": 2}), config)
+    state = 36 * (2 * 8192 * 4 + 4 * 32 * 128 * 128) / 2
+    assert found.parts.cache == 32 * (1000 * 2 * 12 * 2 * 2 * 256 / 2 + state)
+    assert f"the states of a sequence take {state / 1e6:.1f} MB of it" in found.note
+    (found,) = usage(
+        facts_of(**{"gpu.memory_gb": 141, "rollout.batch_size": 10**4, "rollout.max_running_requests": 10**5}), config
+    )
+    fitting = int(found.parts.cache // (1000 * 2 * 12 * 2 * 2 * 256 + 2 * state))
+    assert f"enough for {fitting:,} of up to" in found.note
+
+
+def test_a_model_without_attention_has_a_cache_of_states_only():
+    config = {"model_type": "mamba2", "hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000, "state_size": 16, "num_heads": 8,
+              "head_dim": 64, "expand": 2, "conv_kernel": 4, "n_groups": 1}  # fmt: skip
+    (found,) = usage(facts_of(**{"gpu.memory_gb": 80}), config)
+    assert "enough for all 32 of the engine's" in found.note

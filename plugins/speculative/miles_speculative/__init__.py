@@ -51,9 +51,14 @@ plugin = Plugin(
         ),
         Rule(
             needs="not speculative.sglang_draft",
-            when="engine == embedded and (speculative.mtp_training or speculative.reinit_interval)",
+            when="speculative.mtp_training or speculative.reinit_interval",
             because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model and an EAGLE head "
             "learn with --online-sft-interval N",
+        ),
+        Rule(
+            needs="rollout.precision == bf16",
+            when="engine != embedded and speculative.sglang_draft",
+            because="SGLang reads the number format of a draft of its own from that draft's checkpoint, and the trainer sends it in bf16",
         ),
         Rule(
             needs="speculative.lookahead == auto",
@@ -180,4 +185,5 @@ plugin = Plugin(
             when="plugin.speculative",
         ),
     ),
+    toy={"spec_lookahead": 2, "online_sft_interval": 1, "draft_model_path": "{draft}"},
 )

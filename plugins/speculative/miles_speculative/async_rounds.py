@@ -49,7 +49,7 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
     def step(self, rows: list[Row]) -> Emitted | None:
         """Advance all running rows by a round; None if the step has to run without static buffers."""
         pending, self._pending = self._pending, None
-        if pending is None or not pending.waiting:
+        if pending is None or not pending.occupied:
             if not self.used or not self._can_draw(rows):
                 return None
             shape = self._shape(rows, self._choose(rows), self._most_unread(rows))
@@ -58,7 +58,7 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
             pending = self._start(rows, shape)
         # rows that joined since that launch are filled from the host
         started = self._read_at, self._launched_at
-        if len(pending.waiting) == len(rows) and (following := self._next(pending, rows)) is not None:
+        if pending.covers(len(rows)) and (following := self._next(pending, rows)) is not None:
             self._pending = self._start(rows, following)
         return self._read(pending, rows, max(started))
 
@@ -69,6 +69,8 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
 
     def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
         """See ``AsyncScheduling``; also moves the rings while no round is in flight."""
+        if self._pending is not None:
+            self._pending.move(where, sources, self.runner.cache.rows)
         self.batch.move(where, sources, self.runner.cache.rows)
 
     def release(self, rows: Sequence[Row]) -> dict[Row, Tensor]:
@@ -135,7 +137,7 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
                 self.batch.put(row.slot, int(own.lengths[row.slot]), row.tokens[-len(hidden) :], hidden)
                 self._unread[row] = len(hidden)
         unread, room = [self._unread[row] for row in rows], [max(room_of(row), 0) for row in rows]
-        fill_rows(self.batch, self.runner.cache, rows, unread, room)
+        fill_rows(self.batch, self.engine, rows, unread, room)
 
     def _compare(self, rows: list[Row], shape: RoundShape) -> None:
         """See ``AsyncScheduling``; compares the policy's logits for drafts. The draft itself only affects acceptance."""
@@ -164,12 +166,11 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
         self._read_at = self.decoder.now()
         tokens: list[list[int]] = []
         found: list[list[float]] = []
-        for row in rows:
-            i = launched.waiting.get(row)
-            many = 0 if i is None else counts[i]
-            tokens.append([] if i is None else [int(token) for token in drawn[i][:many]])
-            found.append([] if i is None else log_probs[i][:many])
-            if i is not None:
+        for row, i in zip(rows, launched.find(len(rows)).tolist(), strict=True):
+            many = 0 if i < 0 else counts[i]
+            tokens.append([] if i < 0 else [int(token) for token in drawn[i][:many]])
+            found.append([] if i < 0 else log_probs[i][:many])
+            if i >= 0:
                 self.runner.cache.own.lengths[row.slot] -= k + 1 - many
                 self._unread[row] = many if k else min(self._unread[row] + 1, self.batch.waiting)
         check_finite([t for each in tokens for t in each], [p for each in found for p in each], self.runner.vocabulary)

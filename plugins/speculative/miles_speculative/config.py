@@ -114,9 +114,9 @@ class SpeculativeConfig:
     )
 
     def on(self, engine: str) -> SpeculativeConfig:
-        """Return the options for an engine; for the embedded engine, SGLang's flags set the corresponding own options."""
+        """Return the options for an engine: SGLang's flags set the corresponding own options, for another engine only the draft's path."""
         if engine != "embedded":
-            return self
+            return replace(self, draft_model_path=self.sglang_draft)
         lookahead = self.lookahead if self.num_steps is None else str(self.num_steps)
         path = self.sglang_draft or self.draft_model_path
         return replace(self, lookahead=lookahead, topk=self.eagle_topk or self.topk, draft_model_path=path)

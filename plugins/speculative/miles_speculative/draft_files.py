@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from miles_core.plugin import CheckpointError
+from miles_core.plugin import NO_MIXER, STATE_KINDS, CheckpointError
 from miles_speculative.vocabulary import difference
 
 
@@ -80,9 +80,9 @@ def read_config(path: str | Path) -> dict[str, Any] | None:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration has layers without full attention."""
+    """Whether a configuration has layers that attend to fewer than all previous tokens."""
     text = config.get("text_config") or config
-    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
+    kinds = set(text.get("layer_types") or ()) - {"full_attention", *STATE_KINDS, *NO_MIXER}
     return bool(kinds) or bool(text.get("sliding_window") and text.get("use_sliding_window", True))
 
 

@@ -15,7 +15,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 
     Reports a draft that does not fit the policy, tree drafts with sliding-window layers, and a wrong number of tokens to verify."""
     here = facts.value("engine") == "embedded"
-    drafts = _fact_in_use(facts, "speculative.draft_model_path", "speculative.sglang_draft" if here else "")
+    drafts = _fact_in_use(facts, "speculative.draft_model_path", "speculative.sglang_draft")
     path, checkpoint = facts.value(drafts), facts.value("model.hf_checkpoint")
     found = []
     if path and model is not None and checkpoint and Path(checkpoint).is_dir():

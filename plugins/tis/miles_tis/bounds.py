@@ -28,13 +28,9 @@ def rejection_bounds(options: TisConfig) -> tuple[float, float]:
     """Return the (lower, upper) bounds of ``--tis-reject``; 0 and infinity by default.
 
     Raises:
-        ConfigError: bounds without ``--tis-reject``, ``--tis-reject`` without bounds, or lower <= 1 <= upper does not hold.
+        ConfigError: ``--tis-reject`` without bounds, or lower <= 1 <= upper does not hold.
     """
     given = options.reject_low is not None or options.reject_high is not None
-    if given and options.reject == "none":
-        raise ConfigError(
-            "--tis-reject-low and --tis-reject-high need --tis-reject; give --tis-reject token, sequence or geometric"
-        )
     if options.reject != "none" and not given:
         raise ConfigError(
             f"--tis-reject {options.reject} has no bounds; give --tis-reject-low (<= 1), --tis-reject-high (>= 1) or both"

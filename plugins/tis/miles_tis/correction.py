@@ -56,7 +56,9 @@ class Ratios:
         """Compute the ratios of two columns of log-probs: ``above - below``."""
         mask = inputs.mask.bool()
         exact = torch.where(mask, above.double() - below.double(), 0.0)
-        owner = torch.repeat_interleave(torch.arange(len(inputs.lengths), device=mask.device), inputs.lengths)
+        # with the size given, the host does not wait for the GPU
+        samples = torch.arange(len(inputs.lengths), device=mask.device)
+        owner = torch.repeat_interleave(samples, inputs.lengths, output_size=len(mask))
         zero = torch.zeros(len(inputs.lengths), dtype=torch.float64, device=mask.device)
         count = zero.index_add(0, owner, mask.double())
         sequence = zero.index_add(0, owner, exact)

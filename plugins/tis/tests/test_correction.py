@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -110,7 +111,6 @@ def test_bounds_in_the_wrong_order_are_refused(options, words):
     ("options", "words"),
     [
         ({"reject": "token"}, "has no bounds"),
-        ({"reject_low": 0.5}, "give --tis-reject token"),
         ({"reject": "sequence", "reject_low": 2.0}, "do not contain 1"),
         ({"reject": "sequence", "reject_high": 0.5}, "do not contain 1"),
     ],
@@ -220,3 +220,21 @@ def test_sums_are_clamped_and_not_their_terms():
     assert ratios.sequence.tolist() == [5, 15] and ratios.token.tolist() == [20, -20, 15, 0]
     total, count = importance_correction(far, TisConfig(clip=9.0)).metrics["tis/chi2_sequence"]
     assert float(total / count) == pytest.approx((math.exp(10) + math.exp(30)) / 2 - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_no_correction_waits_for_the_gpu(level, mode):
+    options = TisConfig(use=True, level=level, mode=mode, veto=True, opsm=True, clip_low=0.5)
+    given = inputs(current=TRAIN)
+    given = dataclasses.replace(
+        given, **{n: x.to("cuda") for n, x in vars(given).items() if isinstance(x, torch.Tensor)}
+    )
+    correct(given, options)  # loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        correct(given, options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

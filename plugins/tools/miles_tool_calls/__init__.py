@@ -66,4 +66,5 @@ plugin = Plugin(
             percent=True,
         ),
     ),
+    toy={"generate": "tools", "tools": "miles_tool_calls.toy:look", "tool_prompt": "text", "apply_chat_template": True},
 )

@@ -32,22 +32,36 @@ def first_messages(
     text = INSTRUCTIONS.format(schemas="\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas))
     first = messages[0]
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": _join(first["content"], text)}, *messages[1:]]
     with_system = [{"role": "system", "content": text}, *messages]
     try:
         if text.splitlines()[0] in renderer.text(with_system):
             return with_system
     except DataError:
         pass
-    return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
+    return [{**first, "content": _join(text, first["content"])}, *messages[1:]]
 
 
-def result_messages(names: Sequence[str], ids: Sequence[str], texts: Sequence[str], mode: str) -> list[dict[str, Any]]:
-    """Return the messages with the results of an answer's calls: one per call, or a single user message with ``--tool-prompt text``."""
+def result_messages(
+    names: Sequence[str], ids: Sequence[str], contents: Sequence[str | list[Any]], mode: str
+) -> list[dict[str, Any]]:
+    """Return the messages with the results of an answer's calls: one per call, or a single user message with ``--tool-prompt text``.
+    A content is a text, or parts of which some are images."""
     if mode == "text":
-        body = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+        body: str | list[Any] = ""
+        for content in contents:
+            wrapped = _join(_join("<tool_response>", content, "\n"), "</tool_response>", "\n")
+            body = _join(body, wrapped, "\n") if body else wrapped
         return [{"role": "user", "content": body}]
     return [
-        {"role": "tool", "name": name, "tool_call_id": id_, "content": text}
-        for name, id_, text in zip(names, ids, texts, strict=True)
+        {"role": "tool", "name": name, "tool_call_id": id_, "content": content}
+        for name, id_, content in zip(names, ids, contents, strict=True)
     ]
+
+
+def _join(one: str | list[Any], two: str | list[Any], between: str = "\n\n") -> str | list[Any]:
+    """Join two contents of messages, texts or parts."""
+    if isinstance(one, str) and isinstance(two, str):
+        return f"{one}{between}{two}"
+    first, second = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (one, two))
+    return [*first, {"type": "text", "text": between}, *second]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import sys
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from types import ModuleType
 from typing import Any
 
@@ -153,6 +156,49 @@ def to_text(value: Any, limit: int) -> str:
         except (TypeError, ValueError, RecursionError):
             text = str(value)
     return cut(text, limit)
+
+
+def to_parts(value: Any) -> list[dict[str, Any]] | None:
+    """Convert the result of a tool to content parts in OpenAI's form if it holds an image, otherwise return None.
+
+    An image is one of Pillow, or a part ``{"type": "image_url", "image_url": {"url": "data:..."}}``. It is the result itself, or an item of a
+    list with texts and other parts.
+    """
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_image, items)):
+        return None
+    return [_to_part(item) for item in items]
+
+
+def _is_pillow(value: Any) -> bool:
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
+
+
+def _is_image(value: Any) -> bool:
+    return _is_pillow(value) or (
+        isinstance(value, dict) and str(value.get("type", "")).endswith(("image", "image_url"))
+    )
+
+
+def _to_part(value: Any) -> dict[str, Any]:
+    if _is_pillow(value):
+        buffer = BytesIO()
+        value.save(buffer, "PNG")
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"},
+        }
+    if _is_image(value) or (isinstance(value, dict) and value.get("type") == "text"):
+        return dict(value)
+    return {"type": "text", "text": to_text(value, sys.maxsize)}
+
+
+def to_answer(value: Any, limit: int) -> dict[str, Any]:
+    """Convert the result of a tool to the arguments of an ``Outcome``: ``text``, and ``parts`` if it holds an image."""
+    parts = to_parts(value)
+    if parts is None:
+        return {"text": to_text(value, limit)}
+    return {"text": cut("\n".join(str(part["text"]) for part in parts if "text" in part), limit), "parts": parts}
 
 
 def cut(text: str, limit: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miles_core.data import valid_text
 from miles_core.plugin import DataError
@@ -19,12 +21,14 @@ class Outcome:
     Attributes:
         text: the result, or the description of the error.
         failed: whether it is an error.
+        parts: the result as content parts in OpenAI's form, if it holds an image.
         broken: the sample cannot go on, because the state of the tool's instance is unknown.
     """
 
     text: str
     failed: bool = False
     broken: bool = False
+    parts: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", valid_text(self.text))

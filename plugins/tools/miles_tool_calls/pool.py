@@ -123,7 +123,7 @@ class Pool:
                 await self._end(worker)
                 raise
             self._idle.append(worker)
-        return Outcome(answer["text"]) if "text" in answer else Outcome.error(answer["error"])
+        return Outcome(**answer) if "text" in answer else Outcome.error(answer["error"])
 
     async def close(self) -> None:
         """End all processes."""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_core.chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect, tokenize
-from miles_core.data import CannotExtend, Sample, Status, describe_error
+from miles_core.chat import Answer, Call, Dialect, attach_media, drop_earlier_rows, find_dialect, take_media, tokenize
+from miles_core.data import CannotExtend, Sample, Status, describe_error, read_parts
 from miles_core.plugin import Config, DataError, GenerationClient, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget
 from miles_tool_calls.config import ToolsConfig
@@ -43,7 +43,7 @@ class ToolLoop(RolloutFunction):
     """Rollout function with tools.
 
     Args:
-        run: for the context of the model.
+        run: for the context of the model, and to report how long calls take.
         options: the plugin's options.
         box: the tools.
         dialect: how the model writes calls.
@@ -52,6 +52,7 @@ class ToolLoop(RolloutFunction):
     def __init__(self, run: Run, options: ToolsConfig, box: Toolbox, dialect: Dialect) -> None:
         self.options, self.box, self.dialect = options, box, dialect
         self.context = context_of(run.config, run.plan.fact("model.context"))
+        self.clock = run.clock
 
     async def start(self) -> None:
         await self.box.start()
@@ -101,12 +102,16 @@ class Rollout:
     async def run(self, session: Session) -> None:
         """Alternate answers and calls until an answer has no call or a limit of the sample is reached."""
         mode = self.loop.options.prompt
-        messages = first_messages(self.sample.prompt, self._schemas, mode, self.ask.renderer)
+        prompt = self.sample.prompt
+        if self.sample.media and not isinstance(prompt, str):
+            prompt = attach_media(prompt, self.sample.media)
+        messages = first_messages(prompt, self._schemas, mode, self.ask.renderer)
         tools = self._schemas if mode == "template" else None
         tokens = await self._tokenize(lambda: self.ask.renderer.render(messages, tools), messages)
+        media: tuple[Any, ...] = take_media(messages)[1]
         turn: Turn | None = None
         for number in range(self.loop.options.turns):
-            turn = await self._answer(tokens, turn)
+            turn = await self._answer(tokens, turn, media)
             if turn is None or turn.response.finish != "stop":
                 if turn is not None and self._short:
                     self.budget.reached.add("context")
@@ -119,10 +124,27 @@ class Rollout:
                 self._stop("turns")
                 return
             ids, names = self._name(answer)
-            texts = await self._carry_out(session, answer, names, number)
-            new = result_messages(names, ids, texts, mode)
-            messages += [self._message(answer, ids, names, mode), *new]
-            tokens, turn = await self._extend(turn, new, messages, tools)
+            contents = await self._carry_out(session, answer, names, number)
+            messages.append(self._message(answer, ids, names, mode))
+            try:
+                new = result_messages(names, ids, contents, mode)
+                tokens, after = await self._extend(turn, new, [*messages, *new], tools)
+            except ToolFault as fault:
+                if all(isinstance(content, str) for content in contents):
+                    raise
+                new = result_messages(names, ids, [self._without_images(c, fault) for c in contents], mode)
+                tokens, after = await self._extend(turn, new, [*messages, *new], tools)
+            messages += new
+            media = take_media(messages if after is None else new)[1]
+            turn = after
+
+    def _without_images(self, content: str | list[Any], fault: ToolFault) -> str:
+        """Return a result without images that the model cannot read."""
+        if isinstance(content, str):
+            return content
+        self.budget.errors += 1
+        text = "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+        return f"{text}\n{Outcome.error(f'the result has an image that the model cannot read: {fault}').text}".strip()
 
     async def _extend(
         self, turn: Turn, new: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Sequence[Any] | None
@@ -144,7 +166,7 @@ class Rollout:
         except Exception as error:  # tokenizers raise exceptions of any type
             raise ToolFault(str(error) if isinstance(error, DataError) else describe_error(error)) from error
 
-    async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
+    async def _answer(self, tokens: list[int], after: Turn | None, media: tuple[Any, ...]) -> Turn | None:
         """Request the next answer; None if the conversation has no room for one."""
         sampling, context = self.ask.sampling, self.loop.context
         room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(tokens))
@@ -160,8 +182,8 @@ class Rollout:
         stops = (*sampling.stop_token_ids, *self.loop.dialect.stops)
         chosen = dataclasses.replace(sampling, max_new_tokens=room, stop_token_ids=stops)
         if after is None:
-            return await self.ask(tokens, sampling=chosen)
-        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+            return await self.ask(tokens, sampling=chosen, media=media)
+        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen, media=media)
         drop_earlier_rows(turn)
         return turn
 
@@ -188,8 +210,10 @@ class Rollout:
         calls = [{"name": c.name, "arguments": c.arguments} for c in answer.calls if isinstance(c, Call)]
         return {"role": "assistant", "content": "\n".join([answer.content, *(_tagged(c) for c in calls)]).strip()}
 
-    async def _carry_out(self, session: Session, answer: Answer, names: Sequence[str], turn: int) -> list[str]:
-        """Execute the calls of an answer concurrently; returns the texts for the model, in order."""
+    async def _carry_out(
+        self, session: Session, answer: Answer, names: Sequence[str], turn: int
+    ) -> list[str | list[Any]]:
+        """Execute the calls of an answer concurrently; returns the contents for the model, in order: texts, or parts with images."""
         started = time.monotonic()
         tasks = [
             asyncio.ensure_future(self._call(session, call, position)) for position, call in enumerate(answer.calls)
@@ -211,7 +235,19 @@ class Rollout:
                 "(--tool-seconds-per-call)"
             )
         self.budget.errors += sum(outcome.failed for outcome, _ in outcomes)
-        return [self.budget.cut(outcome.text) for outcome, _ in outcomes]
+        return [self._content(outcome) for outcome, _ in outcomes]
+
+    def _content(self, outcome: Outcome) -> str | list[Any]:
+        text = self.budget.cut(outcome.text)
+        if outcome.parts is None:
+            return text
+        try:
+            parts = read_parts(outcome.parts)
+        except DataError as error:
+            self.budget.errors += 1
+            return f"{text}\n{Outcome.error(f'the result has an image that cannot be read: {error}').text}".strip()
+        images = [part for part in parts if isinstance(part, dict) and "media" in part]
+        return parts if text == outcome.text else [{"type": "text", "text": text}, *images]
 
     async def _call(self, session: Session, call: Any, position: int) -> tuple[Outcome, float]:
         if refused := self.budget.refuse(position):
@@ -219,13 +255,15 @@ class Rollout:
         if not isinstance(call, Call):
             self.budget.malformed += 1
             return Outcome.error(f"{call.reason} in: {call.text}"), 0.0
-        started = time.monotonic()
+        started = time.perf_counter()
         try:
             limits = (self.budget.seconds_of_call, self.loop.options.chars_per_call)
             outcome = await session.call(call.name, call.arguments, *limits)
         except MilesError as error:
             raise error if isinstance(error, ToolFault) else ToolFault(str(error)) from error
-        return outcome, time.monotonic() - started
+        finally:
+            self.loop.clock.record(f"tool {call.name}", started)
+        return outcome, time.perf_counter() - started
 
 
 def _tagged(call: dict[str, Any]) -> str:

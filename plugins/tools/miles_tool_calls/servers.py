@@ -191,7 +191,10 @@ class Server:
             await self.stop()
             return Outcome.error(f"the server {self.name} did not answer ({describe_error(error)})")
         text = cut("\n".join(_text_of(block) for block in result.content), limit)
-        return Outcome(f"Error: {text}", failed=True) if result.is_error else Outcome(text)
+        if result.is_error:
+            return Outcome(f"Error: {text}", failed=True)
+        shown = any(getattr(block, "type", "") == "image" for block in result.content)
+        return Outcome(text, parts=[_part_of(block) for block in result.content] if shown else None)
 
     async def _ensure(self) -> None:
         async with self._again:
@@ -262,6 +265,14 @@ def _text_of(block: Any) -> str:
     if isinstance(inner, str):
         return inner
     return f"[{getattr(block, 'type', 'something')} that cannot be shown as text]"
+
+
+def _part_of(block: Any) -> dict[str, Any]:
+    """Return a part of a result as a content part in OpenAI's form."""
+    if getattr(block, "type", "") != "image":
+        return {"type": "text", "text": _text_of(block)}
+    kind = getattr(block, "mime_type", None) or getattr(block, "mimeType", None) or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{block.data}"}}
 
 
 def _innermost(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from miles_core.chat import call_in_thread
 from miles_core.data import Sample, describe_error
 from miles_core.plugin import ConfigError, OutOfTime
 from miles_tool_calls.config import ToolsConfig
-from miles_tool_calls.functions import Function, cut, load_functions, to_text
+from miles_tool_calls.functions import Function, cut, load_functions, to_answer
 from miles_tool_calls.outcome import Outcome, ToolFault
 from miles_tool_calls.pool import Pool
 from miles_tool_calls.servers import Server, read_servers
@@ -150,7 +150,7 @@ class Session:
                 value = await self.box.limited(lambda: target(**bound), seconds)
             else:
                 value = await self.box.limited(lambda: call_in_thread(lambda: target(**bound), "tool"), seconds)
-            return Outcome(to_text(value, limit))
+            return Outcome(**to_answer(value, limit))
         except TimeoutError:
             text = f"Error: the call took longer than {seconds:g} seconds and was ended"
             return Outcome(text, failed=True, broken=not function.is_async)

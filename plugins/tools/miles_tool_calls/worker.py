@@ -64,7 +64,7 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
 
 def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
     from miles_core.data import describe_error
-    from miles_tool_calls.functions import cut, to_text
+    from miles_tool_calls.functions import cut, to_answer
 
     limit, process = int(call["limit"]), os.getpid()
     try:
@@ -72,7 +72,7 @@ def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"error": cut(f"wrong arguments: {error}", limit)}
     try:
-        answer = {"text": to_text(function.function(**arguments), limit)}
+        answer = to_answer(function.function(**arguments), limit)
     except BaseException as error:  # also sys.exit of a tool
         answer = {"error": cut(describe_error(error), limit)}
     if os.getpid() != process:  # this is a fork of the tool; only the original process answers

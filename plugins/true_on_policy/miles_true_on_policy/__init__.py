@@ -5,6 +5,32 @@ from miles_true_on_policy.config import TrueOnPolicyConfig
 
 __version__ = "0.1.0"
 
+#: Conditions under which SGLang computes the trainer's bits, and reasons.
+_INSIDE_SGLANG = (
+    (
+        "model.type in {qwen3, qwen3_moe}",
+        "SGLang runs the steps of each family in its own code, and equal bits were verified for these two; --engine embedded supports the others",
+    ),
+    (
+        "model.device != cpu and gpu.sm == 90",
+        "inside SGLang only the plugin's GPU kernels can read the cache, and equal bits were verified on Hopper GPUs (sm_90)",
+    ),
+    ("not sglang.url", "a server that runs elsewhere does not load the plugin's kernels"),
+    (
+        "rollout.precision == bf16 and not plugin.lora",
+        "SGLang computes quantised layers and adapters with kernels of its own; --engine embedded supports them",
+    ),
+    (
+        "not sglang.tp_size > 1 and not sglang.pp_size > 1 and not sglang.ep_size > 1 and not sglang.dp_size > 1",
+        "several GPUs of an engine add parts of a sum in another order than one trainer",
+    ),
+    ("not sglang.speculative_algorithm", "SGLang verifies drafts with attention kernels of its own"),
+    (
+        "rollout.top_p == 1 and rollout.top_k <= 0",
+        "SGLang normalizes the log-probabilities of truncated sampling with its own functions",
+    ),
+)
+
 plugin = Plugin(
     name="true_on_policy",
     summary="bit-identical log-probs in engine and trainer for any batch, packing and number of threads",
@@ -12,11 +38,14 @@ plugin = Plugin(
     core="~=0.1",
     config=TrueOnPolicyConfig,
     hooks={"": "miles_true_on_policy.hooks:TrueOnPolicy"},
+    provides={"check": {"true_on_policy": "miles_true_on_policy.start_check:make_check"}},
     requires=(
         Rule(
-            needs="engine == embedded and trainer == embedded",
-            because="both sides must compute with the same functions, and the plugin replaces those of the embedded engine and trainer",
+            needs="engine in {embedded, sglang} and trainer == embedded",
+            because="both sides must compute with the same functions, and the plugin replaces those of the embedded trainer, of the embedded "
+            "engine and of SGLang",
         ),
+        *(Rule(needs=needs, when="engine == sglang", because=because) for needs, because in _INSIDE_SGLANG),
         Rule(
             needs="model.device == cpu or model.device == auto and gpu == none or gpu.sm == 90",
             because="equal bits were verified on CPUs and on Hopper GPUs (sm_90) only, and the libraries may choose other kernels on other GPUs; "

@@ -44,12 +44,14 @@ def attend(
     """Compute the attention of one layer; see ``miles_embedded.Attention``.
 
     Raises:
-        ConfigError: an indexer chose keys, or ``sequences_of`` does not support the call.
+        ConfigError: an indexer chose keys, tokens of an image see each other, or ``sequences_of`` does not support the call.
     """
     if options is not None and options.choice is not None:
         raise ConfigError(
             "--true-on-policy-mode has no attention over keys that an indexer chose; leave it out for this model"
         )
+    if options is not None and options.blocks is not None:
+        raise ConfigError("--true-on-policy-mode has no attention in both directions within an image; leave it out")
     sinks = None if options is None else options.sinks
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, sinks)):
         found: Tensor = _Attention.apply(call, module, query, key, value, sinks, scaling, options)

@@ -41,6 +41,35 @@ def test_it_is_refused(plugins, options, facts, because):
         plan(["true_on_policy", *plugins], facts, **options)
 
 
+SGLANG = {"engine": "sglang", "family": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "because"),
+    [
+        ({"family": "llama"}, "H200", "equal bits were verified for these two"),
+        ({}, "B200", "inside SGLang only the plugin's GPU kernels"),
+        ({"device": "cpu"}, "none", "inside SGLang only the plugin's GPU kernels"),
+        ({"sglang_url": "http://host:30000"}, "H200", "does not load the plugin's kernels"),
+        ({"sglang_tp_size": 2}, "H200", "add parts of a sum in another order"),
+        ({"rollout_top_p": 0.9}, "H200", "with its own functions"),
+        ({"sglang_attention_backend": "fa3"}, "H200", "reads the cache of this backend"),
+    ],
+)
+def test_sglang_is_refused_where_it_computes_otherwise(options, gpu, because):
+    with pytest.raises(PlanError, match=because):
+        plan(["true_on_policy"], [f"gpu={gpu}"], **{**SGLANG, **options})
+
+
+def test_sglang_runs_the_kernels_of_the_trainer():
+    accepted = plan(["true_on_policy", "r3"], ["gpu=H200"], **SGLANG)
+    assert (
+        accepted.fact("sglang.model_impl") == "transformers" and accepted.fact("sglang.attention_backend") == "triton"
+    )
+    assert accepted.fact("sglang.disable_cuda_graph") and accepted.fact("sglang.enable_deterministic_inference")
+    assert plan([], ["gpu=H200"], **SGLANG).fact("sglang.model_impl") != "transformers"
+
+
 def test_a_hopper_gpu_is_accepted():
     assert "true_on_policy" in plan(["true_on_policy"], ["gpu=H200"], device="cuda", dtype="bfloat16").order
 

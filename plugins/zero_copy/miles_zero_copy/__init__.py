@@ -38,6 +38,8 @@ plugin = Plugin(
         "one process; these weights are not copied",
         f"{_INSIDE} and schedule != sync and not zero_copy.async_sync": "the engine keeps its own weights and copies each version, "
         "because it generates while the trainer steps (--schedule sync would share the storage)",
+        f"{_INSIDE} and not zero_copy.async_sync and sync_bucket_size != 536870912": "no effect: --sync-bucket-size limits what is sent at a "
+        "time, and within one process nothing is sent",
         "zero_copy.async_sync": "the engine holds a second copy of the encoded weights while the next version is staged",
         "runtime != inline": "the first transfer chooses the path: handles on a GPU or between peers, a broadcast (NCCL) between GPUs without "
         "peer access, shared memory on the same host, else messages over the runtime's channel with the difference to the previous "

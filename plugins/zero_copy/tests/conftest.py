@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from miles_core.plugin import SyncError
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_testing import tiny_checkpoint, tiny_tokenizer
@@ -47,7 +47,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def engine(checkpoints):
-    return Elsewhere(load_model(checkpoints[0]), Settings(detokenizer(tiny_tokenizer()), eos=[1]))
+    return Elsewhere(load_model(checkpoints[0]), Settings(Detokenizer(tiny_tokenizer()), eos=[1]))
 
 
 @pytest.fixture(autouse=True)

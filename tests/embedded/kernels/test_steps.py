@@ -69,6 +69,19 @@ def test_norm_of_a_sum(triton, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("both", [False, True])
+def test_gradient_of_a_norm_of_a_sum(triton, both, dtype):
+    from miles_embedded.kernels.norm import rms_norm
+
+    def join(total, normed):
+        return torch.cat([total, normed], -1) if both else normed
+
+    inputs = [normal(1, 5, 24, dtype=dtype, seed=seed) for seed in (0, 1)] + [normal(24, dtype=dtype, seed=2)]
+    reference = lambda x, other, weight: join(x + other, rms_norm(x + other, weight, 1e-3))  # noqa: E731
+    compare(lambda x, other, weight: join(*rms_norm.of_sum(x, other, weight, 1e-3)), reference, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [3, 40])
 def test_rotation_of_both_keeps_the_layout(triton, heads, dtype):
     from miles_embedded.kernels.rotation import rotate
@@ -219,3 +232,39 @@ def test_logits_that_are_not_finite_are_not_a_number(triton, value):
     ones = torch.ones(3, 1, device=DEVICE)
     tokens, log_probs, _ = draw_tokens(logits, ones, torch.zeros(3, dtype=torch.int64, device=DEVICE))
     assert log_probs.isnan().tolist() == [False, True, False] and 0 <= int(tokens.min()) <= int(tokens.max()) < 50
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("rows", "width"), [(3, 50), (2, 9001), (0, 16)])
+def test_log_probs_of_tokens(triton, rows, width, temperature):
+    from miles_embedded.kernels.log_probs import log_probs
+
+    dtype = DTYPES[0]
+    logits, tokens = 5 * normal(rows, width, dtype=dtype), torch.arange(rows, device=DEVICE) * 7 % width
+    logits[:1, : width // 2] = -torch.inf  # whole blocks without a token
+    tokens[:1] = width - 1
+
+    def reference(x):
+        return (x.double() / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+    given, plain = (logits.clone().requires_grad_() for _ in range(2))
+    found, expected = log_probs.of_logits(given, tokens, temperature), reference(plain)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, log_probs.of_logits(logits, tokens, temperature))
+    grad = normal(rows, seed=1)
+    (of_kernel,), (of_reference,) = (
+        torch.autograd.grad(out, x, grad.to(out.dtype)) for out, x in ((found, given), (expected, plain))
+    )
+    torch.testing.assert_close(of_kernel, of_reference, rtol=4 * torch.finfo(dtype).eps + 1e-5, atol=1e-6)
+    every_second = normal(2 * rows, width, dtype=dtype)[::2]
+    assert torch.equal(log_probs(every_second, tokens), log_probs(every_second.contiguous(), tokens))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_log_probs_of_logits_that_are_not_finite_are_not_a_number(triton, value):
+    from miles_embedded.kernels.log_probs import log_probs
+
+    logits = normal(3, 50)
+    logits[1, 20] = value
+    assert log_probs(logits, torch.full((3,), 4, device=DEVICE)).isfinite().tolist() == [True, False, True]

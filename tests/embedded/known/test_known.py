@@ -36,6 +36,22 @@ def test_the_table_has_the_weights_that_transformers_writes(family, checkpoint):
     assert len(stored) > 10 and stored == shapes_of(json.loads((directory / "config.json").read_text()))
 
 
+def test_a_model_with_a_tower_is_known_in_the_published_form(checkpoint):
+    """Qwen2.5-VL was published with the entries of its language model at the top level."""
+    config = json.loads((checkpoint("qwen2_5_vl") / "config.json").read_text())
+    text = {
+        name: value for name, value in config["text_config"].items() if name not in ("model_type", "rope_parameters")
+    }
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    old = {n: v for n, v in config.items() if n != "text_config"} | text | {"rope_scaling": rope, "rope_theta": 1e4}
+    assert shapes_of(old) == shapes_of(config)
+    for change in ({"mrope_section": [1, 1, 1]}, {"mrope_section": None}):
+        with pytest.raises(Unknown, match="mrope_section"):
+            shapes_of({**old, "rope_scaling": {**rope, **change}})
+    with pytest.raises(Unknown, match="vision_config has surprise = 1"):
+        shapes_of({**config, "vision_config": {**config["vision_config"], "surprise": 1}})
+
+
 @pytest.mark.parametrize("path", [p for p in PUBLISHED if "kimi" not in p.name], ids=lambda p: p.stem)
 def test_published_configurations_are_known(path):
     assert len(shapes_of(json.loads(path.read_text(encoding="utf-8")))) > 100
@@ -58,7 +74,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen2_5_vl"])
 def test_what_transformers_refuses_is_not_known(family, checkpoint, tmp_path):
     """Whatever the table accepts must be accepted by Transformers, too."""
     good = json.loads((checkpoint(family) / "config.json").read_text())

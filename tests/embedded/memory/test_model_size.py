@@ -23,6 +23,7 @@ WIDE = ("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_ra
         "linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size", "shared_intermediate_size",
         "moe_shared_expert_intermediate_size")  # fmt: skip
 STATEFUL_FAMILIES = [name for name in families.FAMILIES if name in STATEFUL and not families.lacking(name)]
+LATENT = ("deepseek_v3", "kimi_linear", "bailing_hybrid")
 
 
 def size_of(config):
@@ -91,3 +92,15 @@ def test_states_take_the_bytes_that_the_engine_allocates(family, tmp_path):
         slabs = [slab for of_layer in store.states.values() for slab in of_layer.values()]
         allocated = sum(slab.numel() * slab.element_size() for slab in slabs)
         assert allocated == store.slots * versions * found.state_bytes(2) > 0
+
+
+@pytest.mark.parametrize("family", [*(name for name in LATENT if not families.lacking(name)), "qwen3_moe"])
+def test_a_cache_takes_the_bytes_that_the_engine_allocates(family, tmp_path):
+    """The engine stores the keys and values that DeepSeek's and Kimi's attention computes from its latent, not the latent."""
+    checkpoint = families.family_checkpoint(family, tmp_path / "model")
+    runner = Runner(load_model(checkpoint, "bfloat16"))
+    runner.prefixes([[3, 4, 5], [6, 7, 8, 9]], set())
+    found, store = size_of(json.loads((checkpoint / "config.json").read_text())), runner.cache.prefixes
+    allocated = sum(slab.numel() * slab.element_size() for slab in store.slabs.values())
+    assert allocated == store.slots * store.width * 2 * found.expanded > 0
+    assert found.expanded == found.cached or family in LATENT

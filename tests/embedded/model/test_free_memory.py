@@ -88,6 +88,7 @@ def test_the_estimate_is_that_of_the_plan():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_that_others_fill_is_refused_before_the_first_step(toy_run, monkeypatch):
     whole = torch.cuda.mem_get_info()[1]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**8, whole))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, whole))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     with pytest.raises(ConfigError, match=r"other programs use the rest, and this run asks for \d+\.\d GB"):
         toy_run(device="cuda")

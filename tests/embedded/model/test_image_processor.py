@@ -1,5 +1,6 @@
 """The model's image processor: expansion as Transformers does it, and images that are refused."""
 
+import json
 import zlib
 from io import BytesIO
 
@@ -12,14 +13,15 @@ from PIL import Image
 from miles_core.data.media import Media
 from miles_core.data.prompts import PromptTemplate
 from miles_core.errors import CheckpointError, DataError
-from miles_embedded.manifest import IMAGES_SINCE
+from miles_embedded.manifest import IMAGES, IMAGES_SINCE
 from miles_embedded.model.image_processor import MOST_PIXELS, make_processor
 from miles_embedded.testing.images import draw_image, image, vision_checkpoint, vision_tokenizer
 from miles_testing.tiny import tiny_checkpoint
 
+READS = [kind for kind in IMAGES if Version(transformers.__version__) >= Version(IMAGES_SINCE[kind])]
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version(IMAGES_SINCE),
-    reason=f"embedded cannot run a model of type qwen3_vl with Transformers {transformers.__version__} and images",
+    "qwen2_5_vl" not in READS,
+    reason=f"embedded cannot run a model of type qwen2_5_vl with Transformers {transformers.__version__} and images",
 )
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "A"}, {"type": "image"}]}]
@@ -28,12 +30,12 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
     path = vision_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
-    return make_processor(path, vision_tokenizer())
+    return make_processor(path, vision_tokenizer("qwen2_5_vl"))
 
 
 @pytest.fixture
 def render(processor):
-    template = PromptTemplate(vision_tokenizer(), apply_chat_template=True)
+    template = PromptTemplate(vision_tokenizer("qwen2_5_vl"), apply_chat_template=True)
     template.media = processor.expand
     return template
 
@@ -55,6 +57,19 @@ def test_prompts_have_the_tokens_and_inputs_of_transformers(render, processor):
         assert torch.equal(torch.cat([processor.inputs(m)[name] for m in media]), expected[name])
 
 
+@pytest.mark.parametrize("family", [family for family in READS if not family.startswith("qwen")])
+def test_prompts_of_every_family_have_the_tokens_of_transformers(family, tmp_path):
+    if family == "mistral3":
+        pytest.importorskip("torchvision")
+    made = make_processor(vision_checkpoint(family, tmp_path), vision_tokenizer(family))
+    media = (image(1), image(2, 90, 60))
+    template = PromptTemplate(vision_tokenizer(family), apply_chat_template=True)
+    template.media = made.expand
+    pictures = [Image.open(BytesIO(m.source)).convert("RGB") for m in media]
+    expected = made.processor(text=[template.renderer.text(CHAT)], images=[pictures], return_tensors="pt")
+    assert template(CHAT, media=media) == expected["input_ids"][0].tolist()
+
+
 def test_a_placeholder_that_a_user_writes_is_text(render):
     injected = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<|image_pad|>"}]}]
     assert render(injected, media=(image(1),)).count(60) == 4
@@ -67,7 +82,7 @@ def test_other_numbers_of_images_than_placeholders_are_refused(render, media):
 
 
 def test_a_text_with_a_placeholder_is_expanded_without_a_chat_template(processor):
-    template = PromptTemplate(vision_tokenizer())
+    template = PromptTemplate(vision_tokenizer("qwen2_5_vl"))
     template.media = processor.expand
     assert template("A<|image_pad|>B", media=(image(1),)) == [35, 60, 60, 60, 60, 36]
     with pytest.raises(DataError, match=r"has 1 placeholders .* for 0 images"):
@@ -76,7 +91,7 @@ def test_a_text_with_a_placeholder_is_expanded_without_a_chat_template(processor
 
 def test_images_for_a_run_on_text_are_refused():
     with pytest.raises(DataError, match="the prompt has media, but the engine of this run accepts only text"):
-        PromptTemplate(vision_tokenizer())("A", media=(image(1),))
+        PromptTemplate(vision_tokenizer("qwen2_5_vl"))("A", media=(image(1),))
 
 
 def bomb():
@@ -123,8 +138,16 @@ def test_an_extremely_narrow_image_is_refused(processor):
 def test_models_and_checkpoints_without_image_processor_are_refused(tmp_path):
     path = tiny_checkpoint("qwen3", tmp_path / "text")
     with pytest.raises(CheckpointError, match="--media: a model of type qwen3 reads no images"):
-        make_processor(path, vision_tokenizer())
+        make_processor(path, vision_tokenizer("qwen2_5_vl"))
     path = vision_checkpoint("qwen2_5_vl", tmp_path / "images")
     (path / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"its image processor cannot be loaded .*copy preprocessor_config.json"):
-        make_processor(path, vision_tokenizer())
+        make_processor(path, vision_tokenizer("qwen2_5_vl"))
+
+
+def test_the_class_that_the_files_name_is_used(tmp_path):
+    """LLaVA with Pixtral's tower has Pixtral's processor."""
+    path = vision_checkpoint("llava", tmp_path)
+    values = json.loads((path / "processor_config.json").read_text())
+    (path / "processor_config.json").write_text(json.dumps({**values, "processor_class": "LlavaNextProcessor"}))
+    assert type(make_processor(path, vision_tokenizer("llava")).processor).__name__ == "LlavaNextProcessor"

@@ -1,11 +1,14 @@
 """Log-probs in chunks, over a support, and after a family's own scaling of logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from miles_core.data.batch import Ragged
 from miles_embedded.model.logprobs import head_log_probs, logits_of, token_log_probs, top_log_probs
+from miles_embedded.model.operations import TORCH, log_probs
 
 
 class Head(nn.Module):
@@ -124,3 +127,35 @@ def test_the_most_probable_token_of_a_peaked_distribution_keeps_its_digits():
     torch.testing.assert_close(found.double(), exact.gather(-1, best.long()), rtol=1e-5, atol=0)
     others = head_log_probs(model, hidden, tokens, candidates=best)[2]
     torch.testing.assert_close(others.detach().double(), exact.gather(-1, best.long()), rtol=1e-5, atol=0)
+
+
+class Direct:
+    """An operation that computes from logits as the head returns them, and records what it was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, logits, tokens):
+        return log_probs(logits, tokens)
+
+    def of_logits(self, logits, tokens, temperature):
+        self.seen.append((logits.dtype, len(logits), temperature))
+        return log_probs(logits.float() / temperature, tokens)
+
+
+def test_an_operation_on_plain_logits_gets_them_in_larger_chunks_unless_more_is_needed():
+    model, (hidden, tokens) = Head().to(torch.bfloat16), inputs()
+    hidden = hidden.detach().to(torch.bfloat16)
+    expected = token_log_probs(model, hidden, tokens, 0.7)[0]
+    direct = Direct()
+    model.__dict__["miles_operations"] = replace(TORCH, log_probs=direct)
+    torch.testing.assert_close(token_log_probs(model, hidden, tokens, 0.7)[0], expected)
+    assert direct.seen == [(torch.bfloat16, 9, 0.7)]
+    token_log_probs(model, hidden, tokens, 0.7, chunk_elements=5 * 11)
+    assert [rows for _, rows, _ in direct.seen[1:]] == [5, 4]
+    token_log_probs(model, hidden, tokens, 0.7, entropy=True)
+    token_log_probs(model, hidden, tokens, 0.7, supports(tokens)[0])
+    head_log_probs(model, hidden, tokens, 0.7, candidates=tokens[:, None])
+    assert len(direct.seen) == 3
+    token_log_probs(model.double(), hidden.double(), tokens, 0.7)
+    assert len(direct.seen) == 3

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
 from miles_embedded.engine.runner import Runner
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.model.parts import class_forwards
 from miles_embedded.model.row_readers import set_reader
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 
 #: Families whose decoder layers are not like Llama's: other sums, other arguments of attention, or norms of results.
@@ -37,6 +40,11 @@ class Norm:
 
     def _compute(self, x, weight, eps):
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def make_batch():
+    tokens = [[*range(2, 16)], [5, 6, 7, 9]]
+    return collate([Sample(tokens=t, response_length=len(t) - 2, index=i) for i, t in enumerate(tokens)])
 
 
 @pytest.fixture
@@ -131,18 +139,30 @@ def test_a_copy_uses_its_own_norms(model, norm):
     assert torch.equal(score(copied), found) and not torch.equal(score(model), found)
 
 
-def test_gradients_and_suspended_replacements_use_the_code_of_the_class(model, norm):
+def test_suspended_replacements_use_the_code_of_the_class(model, norm):
     with class_forwards(model):
         score(model)
     assert not norm.sums
-    layer = model.model.layers[0]
-    x = torch.randn(1, 3, model.config.hidden_size)
-    layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    layer(x, attention_mask=None).sum().backward()
-    assert not norm.sums
-    with torch.no_grad():
-        layer(x, attention_mask=None)
-    assert norm.sums == 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_separate_sums(model, norm, recompute):
+    batch = make_batch()
+
+    def gradients():
+        trainer = EmbeddedTrainer(model, TrainerConfig(recompute=recompute))
+        for _, micro_batch, ctx in trainer.micro_batches(batch, "train", False):
+            trainer.forward(model, micro_batch, ctx).log_probs.square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    found, sums = gradients(), norm.sums
+    assert sums == (0 if recompute else 4)
+    use_operations(model, replace(TORCH, norm=norm.__call__))
+    model.zero_grad()
+    expected = gradients()
+    assert norm.sums == sums
+    for name, grad in found.items():
+        assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 def test_a_sum_in_front_of_a_sharded_weight_is_a_plain_one(model, norm):

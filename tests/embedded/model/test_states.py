@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles_embedded.engine.runner import Runner
 from miles_embedded.model.load import load_model
+from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.model.parts import decoder_layers
 from miles_embedded.model.states import LayerStates, continues_sequences, stateful_modules
 from miles_embedded.testing.families import family_checkpoint, lacking
@@ -55,3 +58,23 @@ def test_only_states_that_a_module_reads_or_writes_are_kept():
     state = states.get_conv_state(0, state_idx=0)
     state.add_(5)  # as kernels for one token do
     assert torch.equal(states.kept["convolution", 0], torch.full((1, 2, 3), 5.0))
+
+
+@pytest.mark.skipif(bool(lacking("mamba")), reason=lacking("mamba"))
+def test_a_model_with_residuals_in_float32_scores_in_bfloat16(tmp_path):
+    runner = Runner(load_model(family_checkpoint("mamba", tmp_path), "bfloat16"))
+    (scored,) = runner.score([[3, 4, 5, 6]], 1.0)
+    assert scored.shape == (3,) and (scored < 0).all()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_states_stay_when_a_model_gets_other_operations(family, tmp_path):
+    """Kernels of a GPU and of plugins are such operations."""
+    if why := lacking(family):
+        pytest.skip(why)
+    model = load_model(family_checkpoint(family, tmp_path), "float32")
+    sequences = [[3 + 7 * i % 40 for i in range(n)] for n in (23, 9, 17)]
+    expected = Runner(model).score(sequences, 1.0)
+    use_operations(model, TORCH)
+    for found, right in zip(Runner(model).score(sequences, 1.0), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=0, atol=1e-4)

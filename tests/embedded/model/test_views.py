@@ -151,3 +151,20 @@ def test_an_export_never_overwrites_and_fills_what_is_there(tmp_path):
     )  # for whoever generates
     with pytest.raises(CheckpointError, match="not empty"):
         export_checkpoint(model, None, tmp_path / "llama")
+
+
+def test_experts_are_sliced_in_one_call_per_parameter(tmp_path):
+    model = load_model(tiny_checkpoint("qwen3_moe", tmp_path, num_experts=32))
+    views(model)
+    with torch.profiler.profile() as profiler:
+        found = exported(model)
+    assert len(found) > 192
+    sliced = [event for event in profiler.events() if event.name == "aten::as_strided"]
+    by_name = {view.name: view for view in views(model)}
+    state = model.state_dict()
+    for name, tensor in found.items():
+        expected = by_name[name].of(state[by_name[name].source])
+        assert tensor.data_ptr() == expected.data_ptr() and tensor.stride() == expected.stride()
+        assert tensor.shape == expected.shape
+    calls = [event for event in sliced if event.cpu_parent is None]
+    assert len(calls) < 60

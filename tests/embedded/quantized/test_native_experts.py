@@ -134,3 +134,30 @@ def test_the_gradients_of_experts_are_those_of_the_emulation(checkpoints):
     torch.testing.assert_close(found[0][0], 2 * found[1][0])
     for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@torch.no_grad()
+def test_an_encoder_in_the_same_process_writes_the_codes_of_experts_in_place(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    inputs, codec = loaded(model, wide()), FormatCodec(FORMAT)
+    experts = next(iter(inputs.experts.values()))
+    expected = {name: {key: part.clone() for key, part in parts.items()} for name, parts in experts.codes.items()}
+    for parts in experts.codes.values():
+        for part in parts.values():
+            part.view(torch.uint8).zero_()
+    written = 0
+    for encoded in codec.encode(
+        export(load_model(checkpoints["qwen3_moe"], "float32")), lambda name, _: inputs.reserve(name)
+    ):
+        if encoded.name in experts.names:
+            with torch.profiler.profile() as profiler:
+                inputs.take(encoded)
+            assert "aten::copy_" not in {event.name for event in profiler.events()}
+            written += 1
+    assert written == len(experts.names)
+    for name, parts in experts.codes.items():
+        assert all(
+            torch.equal(part.view(torch.uint8), expected[name][key].view(torch.uint8)) for key, part in parts.items()
+        )
+    inputs.drop_all()
+    assert not inputs.reserve("model.norm.weight")

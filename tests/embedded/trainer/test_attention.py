@@ -114,3 +114,13 @@ def test_a_gpu_attends_alike(dtype, heads, kv, dim, width):
     expected = [theirs, *torch.autograd.grad((theirs * weight).sum(), exact)]
     for a, b in zip(found, expected, strict=True):
         assert (a.cpu().double() - b).norm() < (1e-4 if dtype == torch.float32 else 2e-2) * b.norm()
+
+
+def test_the_gradient_is_not_copied_into_zeros():
+    _, packing = packed()
+    call = PackedCall(Context("train", (0,), packing.rows), packing)
+    inputs = [torch.randn(1, len(packing.rows), 2, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
+    out = call.attend(nn.Identity(), *inputs, 0.3).sum()
+    with torch.profiler.profile() as profiler:
+        out.backward()
+    assert "aten::select_backward" not in {event.name for event in profiler.events()}

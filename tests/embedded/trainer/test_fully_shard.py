@@ -137,7 +137,7 @@ def test_modules_of_plugins_are_divided_too(ranks, plugin, dtype, tmp_path):
 
 @pytest.mark.parametrize(("strategy", "tower"), [("full_shard", False), ("full_shard", True), ("no_shard", True)])
 def test_images_are_read_by_every_rank(ranks, strategy, tower, tmp_path):
-    checkpoint, tokenizer = vision_checkpoint("qwen2_5_vl", tmp_path / "model"), vision_tokenizer()
+    checkpoint, tokenizer = vision_checkpoint("qwen2_5_vl", tmp_path / "model"), vision_tokenizer("qwen2_5_vl")
     samples = rollout_with_images(tokenizer, make_processor(checkpoint, tokenizer))
     options = {"hf_checkpoint": checkpoint, "media": True, "train_vision_tower": tower, "sharding_strategy": strategy}
     options |= {"dtype": "float32", "lr": 1e-2, "adam_eps": 1e-2, "prompt_data": None, "label_key": None}

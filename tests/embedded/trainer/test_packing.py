@@ -175,3 +175,16 @@ def test_groups_stay_together_while_they_fit():
     assert split(collate(samples), max_tokens=12) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert len(split(collate(samples), micro_batch_size=5)) == 3
     assert torch.equal(collate(samples).select(split(collate(samples))[0]).tokens, collate(samples).tokens)
+
+
+def test_micro_batches_are_of_similar_size_if_that_needs_no_more_of_them():
+    def sizes(lengths, limit):
+        samples = [
+            Sample(tokens=[*range(n + 1)], response_length=1, group_index=i, index=i) for i, n in enumerate(lengths)
+        ]
+        return sorted(sum(lengths[i] for i in found) for found in split(collate(samples), max_tokens=limit))
+
+    assert sizes([10] * 32, 150) == [100, 110, 110]
+    assert sizes([40, 30, 20, 10, 5], 60) == [50, 55]
+    assert sizes([60, 40, 40, 30, 30], 100) == [100, 100]  # only first fit needs no third one
+    assert sizes([120, 10, 10], 50) == [20, 120]

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.cli import main as cli
-from miles_core.config.command import parse_own
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError
 from miles_formats.codec import FormatCodec
@@ -157,4 +156,4 @@ def made_with(words, tmp_path, factor="* 2"):
     """What the finished files of an interrupted attempt are compared by."""
     file = tmp_path / "twice.py"
     file.write_text(file.read_text().replace("* 2", factor))
-    return conversion._fingerprint(convert._plan(*parse_own(convert._parser(), words[1:], "convert")), [])
+    return conversion._fingerprint(convert._plan(*convert._parser().parse_own(words[1:])), [])

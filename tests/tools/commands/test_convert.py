@@ -144,7 +144,7 @@ def test_options_without_effect_are_refused(source, capsys):
         (("--workers", "many"), "'many' is not a number"),
         (("--shard-size", "5x"), "'5x' is not a size; write 5GB or 500MB"),
         (("--shard-size", "0"), "'0' is not a size"),
-        (("--shard-size",), "--shard-size: expected one argument"),
+        (("--shard-size",), "--shard-size needs a value"),
     ],
 )
 def test_numbers_are_checked(source, capsys, words, says):

@@ -34,6 +34,8 @@ def test_cases_of_math_verify(verifier, label, response, equal):
     ("label", "response"),
     [
         ("42", r"\fbox{42}"),
+        ("7", r"1, so \framebox{7} as 3"),
+        ("7", r"1, so \framebox[2cm][c]{7} as 3"),
         ("42", r"\boxed 42"),
         ("12", r"\boxed{12.}"),
         ("12", r"\boxed{ 12. }"),

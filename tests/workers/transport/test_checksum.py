@@ -47,12 +47,12 @@ class Jobs:
 
     def run(self, jobs, total, block):
         self.launches.append(jobs)
-        for source, to, first, blocks in jobs:
+        for source, to, first, blocks, number in jobs:
             piece = self.at(source, blocks * block)
             if to:
                 self.at(to, blocks * block).copy_(piece)
             sums = (piece.view(torch.int32).view(-1, block // 4) * module.MULTIPLIERS.long()).sum(1)
-            total += (sums * (module.pseudo_random(256 + torch.arange(first, first + blocks)) | 1)).sum()
+            total[number] += (sums * (module.pseudo_random(256 + torch.arange(first, first + blocks)) | 1)).sum()
 
     def at(self, address, nbytes):
         for flat in self.memory:
@@ -194,7 +194,7 @@ def test_what_is_copied_is_added_up_in_the_same_launch_and_the_rest_beside_it(jo
     assert not kernel.launches and torch.equal(to[: BLOCK + 8], source[: BLOCK + 8]) and not to[4 * BLOCK]
     assert found.of(30 * BLOCK) == reference(source[: 30 * BLOCK])
     (launch,) = kernel.launches
-    assert sorted((first, blocks, to != 0) for _, to, first, blocks in launch) == [
+    assert sorted((first, blocks, to != 0) for _, to, first, blocks, _ in launch) == [
         (0, 4, False), (4, 6, True), (10, 1, True), (11, 9, False), (20, 8, True), (28, 2, False)
     ]  # fmt: skip
     assert torch.equal(to[20 * BLOCK : 28 * BLOCK], source[20 * BLOCK : 28 * BLOCK]) and not to[12 * BLOCK :][:99].any()
@@ -224,7 +224,7 @@ def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
         if piece == 2:
             found.copy(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK], 16 * BLOCK, stays=True)
         found.up_to((piece + 1) * 8 * BLOCK)
-    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [8, 16, 16]
+    assert [sum(blocks for *_, blocks, _ in launch) for launch in kernel.launches] == [8, 16, 16]
     assert torch.equal(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK])
     assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
 
@@ -336,12 +336,16 @@ checksum_kernel.CHUNK, checksum_kernel.TILE = 4, 2
 source = torch.randint(0, 256, (37 * BLOCK,), dtype=torch.uint8)
 to, total = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64)
 at = [(source.data_ptr() + n * BLOCK, to.data_ptr() + n * BLOCK) for n in range(37)]
-jobs = [(*at[10], 10, 27), (*at[0], 0, 9), (at[9][0], 0, 9, 1)]
+jobs = [(*at[10], 10, 27, 0), (*at[0], 0, 9, 0), (at[9][0], 0, 9, 1, 0)]
 checksum_kernel.run(jobs, total, BLOCK)
 again = torch.zeros(1, dtype=torch.int64)
 checksum_kernel.run(jobs, again, BLOCK)
 assert int(again) == int(total) and checksum_kernel._table.cache_info()[:2] == (1, 1)
 assert int(total) % 2**64 == checksum.checksum(source)
+torch.cuda.device = lambda device: torch.no_grad()
+several = [torch.randn(n) for n in (1, 256, 0, 300, 1500)] + [torch.randn(40, 3)[:, 1], torch.randn(600)[1:]]
+found = checksum.checksums_of(several)
+assert [n % 2**64 for n in found.tolist()] == [checksum.checksum_of(each) for each in several]
 expected = source.clone()
 expected[9 * BLOCK : 10 * BLOCK] = 0
 assert torch.equal(to, expected)

@@ -56,8 +56,9 @@ def test_a_stream_that_is_not_read_keeps_the_checksums_of_the_staged_version():
     assert found.checksums() == before
 
 
-def test_every_tensor_of_a_large_version_is_compared_within_the_period(monkeypatch):
-    monkeypatch.setattr(sent_weights, "WHOLE", 100)
+@pytest.mark.parametrize("limit", ["WHOLE", "MANY"])
+def test_every_tensor_of_a_large_version_is_compared_within_the_period(monkeypatch, limit):
+    monkeypatch.setattr(sent_weights, limit, 30)
     names = [f"w{i}" for i in range(40)]
     found = sent(dict.fromkeys(names, torch.float32))
     list(found.watch(iter(units(40)), 0))
@@ -69,3 +70,29 @@ def test_every_tensor_of_a_large_version_is_compared_within_the_period(monkeypat
         list(found.watch(iter(units(40)), version))  # a push that is repeated compares the same part
         assert found.checksums() == parts[-1]
     assert sorted(name for part in parts for name in part) == sorted(names)
+
+
+def test_tensors_that_stay_are_summed_together(monkeypatch):
+    launches = []
+
+    def together(tensors):
+        launches.append([tensor.numel() for tensor in tensors])
+        return torch.tensor([(checksum_of(tensor) + 2**63) % 2**64 - 2**63 for tensor in tensors])
+
+    monkeypatch.setattr(sent_weights, "runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(sent_weights, "checksums_of", together)
+    monkeypatch.setattr(sent_weights, "checksum_of", lambda tensor: launches.append("alone") or checksum_of(tensor))
+    monkeypatch.setattr(sent_weights, "_TOGETHER", 60)
+    found = sent(dict.fromkeys(["w0", "w1", "w2", "w3", "w4"], torch.float32))
+    stream = units(5)
+    for unit in stream[1:]:
+        unit.lasting = True  # the first one's memory may be used again
+    list(found.watch(iter(stream), 0))
+    assert launches == ["alone", [4, 4, 4, 4]]
+    monkeypatch.setattr(sent_weights, "_TOGETHER", 30)
+    list(found.watch(iter(stream), 0))
+    assert launches[2:] == ["alone", [4, 4], [4, 4]]
+    plain = sent(dict.fromkeys(found.checksums(), torch.float32))
+    monkeypatch.setattr(sent_weights, "runs_kernels", lambda tensor: False)
+    list(plain.watch(iter(units(5)), 0))
+    assert plain.checksums() == found.checksums() and list(found.checksums()) == ["w0", "w1", "w2", "w3", "w4"]

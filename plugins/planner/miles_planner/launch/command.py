@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_core.cli.plan import check_hardware, collect_facts
-from miles_core.config.command import TRAIN, Command, parse_own
+from miles_core.config.command import TRAIN, Command, CommandParser
 from miles_core.plugin import ConfigError, redact
 from miles_planner.launch import slurm
 from miles_planner.launch.job import Job
@@ -32,12 +32,12 @@ def add_options(parser: argparse._ActionsContainer) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Implement the command. Raises PlanError if the run cannot start on that hardware."""
-    parser = argparse.ArgumentParser(prog="miles", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("kind", choices=KINDS)
+    parser = CommandParser("launch", usage=USAGE)
+    parser.add_argument("kind", choices=KINDS, help="kind of launch file")
     parser.add_argument("--hardware", metavar="GPUS", required=True, help="the machines, e.g. 4x8xH100 or 32xH200")
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value")
     add_options(parser)
-    options, rest, command = parse_own(parser, argv, "launch")
+    options, rest, command = parser.parse_own(argv)
     print(write_file(options, rest, command))
     return 0
 

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import cast
 
-from miles_core.config.command import parse_own
+from miles_core.config.command import CommandParser
 from miles_core.errors import ConfigError
 from miles_core.plugin.options import METADATA_KEY, OptionInfo
 from miles_planner.simulation.options import SimulationConfig
@@ -38,7 +38,7 @@ COLUMNS = {
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    chosen, words, command = parse_own(_parser(), argv, "simulate")
+    chosen, words, command = _parser().parse_own(argv)
     from miles_planner.simulation.simulation import Simulated, simulate
 
     results: list[Simulated] = []
@@ -118,10 +118,9 @@ class _ProgressLine:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="miles simulate",
-        allow_abbrev=False,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "simulate",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=textwrap.fill(
             "Simulate a run on a virtual clock with the real loop, schedules and collector, and report utilization, tokens per second "

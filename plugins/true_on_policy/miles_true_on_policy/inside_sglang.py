@@ -1,11 +1,9 @@
-"""The kernels of ``true_on_policy`` inside SGLang: a plugin of SGLang for the variant ``shared_kernels`` of ``sglang_exact.py``.
+"""The kernels of this plugin inside SGLang's schedulers: a plugin of SGLang (``sglang.srt.plugins``) for runs with SGLang as the engine.
 
 SGLang runs the model's Transformers code (``model_impl=transformers``) and keeps its scheduler, cache and sampler. This module replaces what
 decides the last bit of a log-probability: matrix products, norms, rotations, gates, attention, the output layer and the log-softmax are the
 functions of the embedded trainer with ``--true-on-policy-mode``, and so are experts, with the weights of SGLang's fused layers. Keys and
-values are read from SGLang's cache.
-
-SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes.
+values are read from SGLang's cache. Without ``VARIABLE``, which the engine sets, it has no effect.
 """
 
 from __future__ import annotations
@@ -14,32 +12,18 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Environment variable of an SGLang that shares the kernels.
-VARIABLE = "MILES_SHARED_KERNELS"
+#: Environment variable of an SGLang that computes with these kernels.
+VARIABLE = "MILES_TRUE_ON_POLICY"
 _LOADS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 
 
-def register(directory: Path) -> None:
-    """Write the entry point into ``directory``, and put it on the path of the processes that this one starts."""
-    folder = directory / "miles_shared_kernels-0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: miles-shared-kernels\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\nmiles_shared_kernels = {Path(__file__).stem}:install\n"
-    )
-    paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ[VARIABLE] = "1"
-
-
 def install() -> None:
-    """Register ``share_kernels`` to be called when a model has its weights."""
+    """Register ``share_kernels`` to be called when a model has its weights. SGLang calls this in each of its processes."""
     if VARIABLE not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -87,7 +71,13 @@ def _replace_steps(backbone: Any) -> None:
 
 
 def _mix(compute: Callable[..., Tensor], layer: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Experts of a fused layer: ``w13_weight`` holds gate and up [experts, 2 * inner, hidden], ``w2_weight`` [experts, hidden, inner]."""
+    """Compute the experts of a fused layer and record which were chosen.
+
+    ``w13_weight`` holds gate and up [experts, 2 * inner, hidden], ``w2_weight`` [experts, hidden, inner]."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    if (recorder := get_global_experts_capturer()) is not None:
+        recorder.capture(layer.layer_id, index)
     return compute(hidden, index.long(), weights, layer.w13_weight.data, layer.w2_weight.data)
 
 
@@ -105,14 +95,14 @@ def _replace_functions() -> None:
 
     plain = torch.nn.functional.log_softmax
 
-    def normalize(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def normalize(x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         simple = x.is_cuda and x.dtype == torch.float32 and dim in (-1, x.dim() - 1) and not args and not kwargs
         return log_softmax(x) if simple else plain(x, dim, *args, **kwargs)
 
     def compute_logits(_: Any, hidden: Tensor, head: Any, bias: Tensor | None = None) -> Tensor:
         return multiply_rows(hidden.to(head.weight.dtype), head.weight, bias)
 
-    torch.nn.functional.log_softmax = normalize
+    torch.nn.functional.log_softmax = normalize  # type: ignore[assignment]
     LogitsProcessor._compute_lm_head = compute_logits
     ALL_ATTENTION_FUNCTIONS["sglang"] = attend
 
