@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
+from miles_embedded import CONTEXT, ModelSize, engine_usage, size_of, trainer_parts, training_of
 
 #: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
@@ -35,7 +35,8 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
     shared = facts.value("lora.sync") == "adapter"
-    decoded = how.width * size.layer if is_encoded(facts) else 0
+    away = experts_elsewhere(facts)
+    decoded = how.width * (size.layer - away * size.routed) if is_encoded(facts) else 0
     parts = Parts(
         weights=base * (1 if shared or not how.reference else 2) + how.width * own + gathered,
         gradients=4 * own,
@@ -44,6 +45,9 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         other=full.other,
     )
     note = f"trainer: adapters of rank {facts.value('lora.rank')} over a frozen base of {size.parameters / 1e9:,.3g} billion parameters ({precision})"
+    if away:
+        other = (_int4_bytes(facts) * size.experts + how.width * size.routed) * (1 - away) + CONTEXT
+        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {other / 1e9:.1f} GB"
     yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks, replaces=True)
     if facts.value("engine") == "embedded" and shares_base(facts):
         # codes of a shared base are the trainer's, too
@@ -66,15 +70,27 @@ def is_encoded(facts: Facts) -> bool:
 
 
 def base_bytes(facts: Facts, size: ModelSize) -> float:
-    """Return the bytes of the base on one rank. Codes are not divided among ranks."""
+    """Return the bytes of the base on one rank. Codes are not divided among ranks, and those of experts may be on several
+    GPUs of one process."""
     how, precision = training_of(facts), str(facts.value("train.precision"))
     if not is_encoded(facts):
         return float(how.width * size.parameters * how.share)
     per, encoded = _FOUR_BITS.get(precision, _EIGHT_BITS), size.parameters - size.embeddings
     if precision == "int4":
-        per = 0.5 + 2 / int(facts.value("int4.group_size") or 128)
+        per = _int4_bytes(facts)
         encoded = size.experts if facts.value("int4.scope") == "experts" else encoded
-    return float(per * encoded + how.width * (size.parameters - encoded))
+    held = encoded - experts_elsewhere(facts) * size.experts
+    return float(per * held + how.width * (size.parameters - encoded))
+
+
+def experts_elsewhere(facts: Facts) -> float:
+    """Return the fraction of the experts whose codes are not on the first GPU (``--lora-base-gpus``)."""
+    return 1 - 1 / int(facts.value("lora.base_gpus") or 1)
+
+
+def _int4_bytes(facts: Facts) -> float:
+    """Return the bytes per INT4 weight, with scales of two bytes."""
+    return 0.5 + 2 / int(facts.value("int4.group_size") or 128)
 
 
 def module_weights(size: ModelSize) -> int:
