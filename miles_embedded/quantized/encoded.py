@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from miles_embedded.model.storage import Codes, codes_of, mark_constant, put_cod
 from miles_embedded.model.views import View, group_coupled, sources, views
 from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.codes import store_codes
+from miles_embedded.quantized.divided import divide_codes, install_divided
 from miles_embedded.quantized.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
@@ -31,14 +34,17 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def encode_weights(
-    model: nn.Module, codec: Codec, device: torch.device | None = None, stored: StoredWeights | None = None
+    model: nn.Module,
+    codec: Codec,
+    devices: Sequence[torch.device] = (),
+    stored: StoredWeights | None = None,
 ) -> None:
     """Mark the parameters of ``model`` as constant, and store the weights to which the codec's format applies as codes only.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, or about to be.
         codec: must have a format.
-        device: device of the codes; the parameters' own by default.
+        devices: device of the codes; the parameters' own by default. Joined experts are divided among several (``quantized.divided``).
         stored: the checkpoint, if the parameters have no values yet. They are read and encoded one after the other; codes of this format
             are used as they are.
 
@@ -46,7 +52,6 @@ def encode_weights(
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
         MilesError: a weight is NaN or infinite; names the weight.
     """
-    assert codec.format is not None
     mark_constant(model.parameters())
     units = list(group_coupled(encoded_views(model, codec)))
     codec.check({view.name: view.size for view in views(model)})
@@ -55,35 +60,42 @@ def encode_weights(
     if stored is not None:
         for source in tensors.keys() - chosen:
             tensors[source].data = stored.values(source)
-    left = {source: sum(view.source == source for unit in units for view in unit) for source in chosen}
+    left = Counter(view.source for unit in units for view in unit if view.source in chosen)
     found: dict[str, list[tuple[View, Encoded]]] = {source: [] for source in chosen}
     read: dict[str, Tensor] = {}
+
+    def plain(view: View) -> Tensor:
+        if view.source not in read:
+            reads = stored if view.source in chosen else None
+            read[view.source] = tensors[view.source].detach() if reads is None else reads.values(view.source)
+        return view.of(read[view.source])
+
     for unit in units:
         members = {view.name: view for view in unit if view.source in chosen}
-        if not members:
-            continue
-        encoded_unit = None if stored is None else stored.codes(list(members), codec)
-        if encoded_unit is None:
-            for source in {view.source for view in unit} - read.keys():
-                given = stored is not None and source in chosen
-                read[source] = stored.values(source) if given and stored else tensors[source].detach()
-            encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
-        for encoded in encoded_unit:
-            if encoded.name not in members:
-                continue
-            view = members[encoded.name]
-            found[view.source].append((view, encoded))
-            left[view.source] -= 1
-            if not left[view.source]:
-                read.pop(view.source, None)
-                parameter = tensors[view.source]
-                assert isinstance(parameter, nn.Parameter)
-                store_codes(parameter, found.pop(view.source), codec.format, device or parameter.device)
+        encoded_unit = stored.codes(list(members), codec) if stored is not None and members else None
+        if encoded_unit is None and members:
+            encoded_unit = codec.encode_unit(WeightUnit({view.name: plain(view) for view in unit}))
+        for encoded in (each for each in encoded_unit or () if each.name in members):
+            source = members[encoded.name].source
+            found[source].append((members[encoded.name], encoded))
+            left[source] -= 1
+            if not left[source]:
+                read.pop(source, None)
+                _store(tensors[source], found.pop(source), codec, devices)
     watch_codes(model)
 
 
-def read_weights(model: nn.Module, files: Any, codec: Codec) -> bool:
-    """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values.
+def _store(tensor: Tensor, parts: list[tuple[View, Encoded]], codec: Codec, devices: Sequence[torch.device]) -> None:
+    assert codec.format is not None and isinstance(tensor, nn.Parameter)
+    if tensor.ndim == 3 and len(devices) > 1:
+        divide_codes(tensor, parts, codec.format, devices)
+    else:
+        store_codes(tensor, parts, codec.format, devices[0] if devices else tensor.device)
+
+
+def read_weights(model: nn.Module, files: Any, codec: Codec, devices: Sequence[torch.device] = ()) -> bool:
+    """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values. ``devices`` as
+    for ``encode_weights``.
 
     Returns:
         whether the files have every tensor of the model under its own name. If not, the model is not changed.
@@ -93,7 +105,7 @@ def read_weights(model: nn.Module, files: Any, codec: Codec) -> bool:
     if lost is not None:
         log.info("the files have %s under another name, so the whole checkpoint is loaded before it is encoded", lost)
         return False
-    encode_weights(model, codec, stored=stored)
+    encode_weights(model, codec, devices, stored)
     return True
 
 
@@ -115,7 +127,9 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
 
 def watch_codes(model: nn.Module) -> None:
     """Let the modules of ``model`` decode the weights that are stored as codes."""
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if install_divided(path, module):
+            continue
         attributes = [n for n, p in module.named_parameters(recurse=False) if codes_of(p) is not None]
         if attributes:
             decoded = _Decoded(tuple(attributes))
