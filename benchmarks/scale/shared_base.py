@@ -235,6 +235,9 @@ def train(given: argparse.Namespace, checkpoint: Path, parameters: int) -> dict[
             ],
             "gpu_peak_per_parameter": round(peak / parameters, 4),
             "peak_over_plan": round((peak + planned["other"]) / planned["total"] - 1, 4),
+            "reserved_over_plan": round(
+                (torch.cuda.max_memory_reserved() + planned["other"]) / planned["total"] - 1, 4
+            ),
         }
     return found
 

@@ -119,8 +119,10 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
             parameter.data = own[name].data
         else:
             put_codes(parameter, codes, own[name].device)
+    buffers = dict(owner.named_buffers())
     for name, buffer in model.named_buffers():
-        buffer.data = owner.get_buffer(name).detach().clone()
+        if name in buffers:
+            buffer.data = buffers[name].detach().clone()
     mark_constant(model.parameters())
     watch_codes(model)
 

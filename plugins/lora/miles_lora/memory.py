@@ -18,6 +18,8 @@ from miles_embedded import CONTEXT, ModelSize, engine_usage, size_of, trainer_pa
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
 #: Pools of CUDA graphs in which a module's weights are decoded: decode steps, and passes over prompts.
 _GRAPH_POOLS = 2
+#: Copies of a parameter's codes while it is read and stacked.
+_PARAMETER_COPIES = 2
 #: Elements of an adapter per rank and weight of its matrix, times the hidden size; an upper bound for usual shapes.
 _PER_WEIGHT = 4.0
 #: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
@@ -31,7 +33,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if size is None or facts.value("model.device") == "cpu" or facts.value("trainer") != "embedded":
         return
     how = training_of(facts)
-    base, full, precision = base_bytes(facts, size), trainer_parts(size, how), str(facts.value("train.precision"))
+    base, full = base_bytes(facts, size), trainer_parts(size, how)
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
     shared = facts.value("lora.sync") == "adapter"
@@ -44,17 +46,29 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         activations=full.activations + decoded,
         other=full.other,
     )
-    note = f"trainer: adapters of rank {facts.value('lora.rank')} over a frozen base of {size.parameters / 1e9:,.3g} billion parameters ({precision})"
-    if away:
-        other = (_int4_bytes(facts) * size.experts + how.width * size.routed) * (1 - away) + CONTEXT
-        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {other / 1e9:.1f} GB"
+    note = _note(facts, size, how.width * own + parts.gradients + parts.optimizer)
     yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks, replaces=True)
     if facts.value("engine") == "embedded" and shares_base(facts):
         # codes of a shared base are the trainer's, too
         engine = engine_usage(facts, size, shares=True)
         graphs = is_encoded(facts) and not facts.value("embedded.disable_cuda_graph")
         active = engine.parts.activations + (_GRAPH_POOLS * how.width * module_weights(size) if graphs else 0)
-        yield replace(engine, parts=replace(engine.parts, weights=0.0, activations=active), replaces=True)
+        yield replace(engine, parts=replace(engine.parts, weights=how.width * own, activations=active), replaces=True)
+
+
+def _note(facts: Facts, size: ModelSize, adapters: float) -> str:
+    """Describe the trainer; ``adapters``: bytes of the adapters with gradients and optimizer state."""
+    note = (
+        f"trainer: adapters of rank {facts.value('lora.rank')} ({adapters / 1e9:.1f} GB with gradients and optimizer state) over a frozen base of "
+        f"{size.parameters / 1e9:,.3g} billion parameters ({facts.value('train.precision')})"
+    )
+    if is_encoded(facts):
+        host = _PARAMETER_COPIES * _code_bytes(facts) * module_weights(size)
+        note += f"; the host holds one of its parameters at a time while the base is read, {host / 1e9:.1f} GB"
+    if away := experts_elsewhere(facts):
+        other = (_code_bytes(facts) * size.experts + training_of(facts).width * size.routed) * (1 - away) + CONTEXT
+        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {other / 1e9:.1f} GB"
+    return note
 
 
 def shares_base(facts: Facts) -> bool:
@@ -75,12 +89,10 @@ def base_bytes(facts: Facts, size: ModelSize) -> float:
     how, precision = training_of(facts), str(facts.value("train.precision"))
     if not is_encoded(facts):
         return float(how.width * size.parameters * how.share)
-    per, encoded = _FOUR_BITS.get(precision, _EIGHT_BITS), size.parameters - size.embeddings
-    if precision == "int4":
-        per = _int4_bytes(facts)
-        encoded = size.experts if facts.value("int4.scope") == "experts" else encoded
+    experts_only = precision == "int4" and facts.value("int4.scope") == "experts"
+    encoded = size.experts if experts_only else size.parameters - size.embeddings
     held = encoded - experts_elsewhere(facts) * size.experts
-    return float(per * held + how.width * (size.parameters - encoded))
+    return float(_code_bytes(facts) * held + how.width * (size.parameters - encoded))
 
 
 def experts_elsewhere(facts: Facts) -> float:
@@ -88,9 +100,12 @@ def experts_elsewhere(facts: Facts) -> float:
     return 1 - 1 / int(facts.value("lora.base_gpus") or 1)
 
 
-def _int4_bytes(facts: Facts) -> float:
-    """Return the bytes per INT4 weight, with scales of two bytes."""
-    return 0.5 + 2 / int(facts.value("int4.group_size") or 128)
+def _code_bytes(facts: Facts) -> float:
+    """Return the bytes per encoded weight, with its share of the scales."""
+    precision = str(facts.value("train.precision"))
+    if precision == "int4":  # BF16 scales
+        return 0.5 + 2 / int(facts.value("int4.group_size") or 128)
+    return _FOUR_BITS.get(precision, _EIGHT_BITS)
 
 
 def module_weights(size: ModelSize) -> int:

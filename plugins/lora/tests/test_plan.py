@@ -142,3 +142,33 @@ def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
         given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
         facts = Facts([*config_facts(config.to_dict()), *given])
         assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 7 * made
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, tmp_path):
+    """671 and 1,030 billion parameters on 8 x H200: refused with the flag that divides the experts, and accepted with it."""
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config.pop("auto_map", None)
+    config.pop("quantization_config", None)
+    # Kimi-K2 has the architecture of DeepSeek-V3 under a name that needs the checkpoint's own code
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+    given = {
+        "plugins": ["lora", "int4"],
+        "facts": ["hardware=8xH200"],
+        "hf_checkpoint": tmp_path,
+        "device": "cuda",
+        "recompute_activations": True,
+        "lora_target_modules": "all-linear",
+        "rollout_max_context_len": 8192,
+        "max_running_requests": 64,
+        "max_tokens_per_gpu": 8192,
+        "train_precision": "int4",
+        "rollout_precision": "int4",
+    }
+    with pytest.raises(PlanError, match="(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
+        plan(**given)
+    text = str(plan(**given, lora_base_gpus=8))
+    assert "one copy of the frozen base is held, with experts on 8 GPUs" in text
+    assert "experts are divided among 8 GPUs, and each of the others needs" in text
+    with pytest.raises(PlanError, match="16 GPUs"):
+        plan(**given, lora_base_gpus=16)
