@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from miles_embedded.known import find_known_weights
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
-        CONTEXT,
         engine_usage,
         engines_gpus,
         format_billions,
@@ -120,7 +119,6 @@ if TYPE_CHECKING:
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
-    "CONTEXT",
     "VALUE_HEAD",
     "AsyncScheduling",
     "Attention",
@@ -238,8 +236,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "CONTEXT engine_usage engines_gpus format_billions longest_sample size_of "
-        "trainer_parts trainer_usage training_of "
+        "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",

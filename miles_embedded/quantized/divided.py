@@ -26,8 +26,8 @@ from miles_embedded.model.grouped_experts import (
     SortedChoices,
     combine,
     dispatch,
+    gpu_has_grouped,
     grouped_linear,
-    has_grouped_product,
     sort_choices,
     swiglu_of_halves,
 )
@@ -145,14 +145,15 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            y = _multiply(x, *ctx.weights, ctx.counts)
+            gate_up, down = ctx.weights
+            y = _multiply(x, gate_up, down, ctx.counts)
         (grad,) = torch.autograd.grad(y, x, grads[0])
         return grad, None, None, None
 
 
 def _multiply(x: Tensor, gate_up: EncodedParameter, down: EncodedParameter, counts: list[int]) -> Tensor:
     weight = gate_up.values()
-    grouped = has_grouped_product(x, weight)
+    grouped = x.is_cuda and gpu_has_grouped(x, weight)
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device) if grouped else x.new_empty(0)
     choices = SortedChoices(ends, ends, ends, ends, None if grouped else counts)
     return grouped_linear(swiglu_of_halves(grouped_linear(x, weight, choices)), down.values(), choices)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +33,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def encode_weights(
-    model: nn.Module,
-    codec: Codec,
-    devices: Sequence[torch.device] = (),
-    stored: StoredWeights | None = None,
+    model: nn.Module, codec: Codec, devices: Sequence[torch.device] = (), stored: StoredWeights | None = None
 ) -> None:
     """Mark the parameters of ``model`` as constant, and store the weights to which the codec's format applies as codes only.
 
@@ -52,6 +48,7 @@ def encode_weights(
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
         MilesError: a weight is NaN or infinite; names the weight.
     """
+    assert codec.format is not None
     mark_constant(model.parameters())
     units = list(group_coupled(encoded_views(model, codec)))
     codec.check({view.name: view.size for view in views(model)})
@@ -60,42 +57,41 @@ def encode_weights(
     if stored is not None:
         for source in tensors.keys() - chosen:
             tensors[source].data = stored.values(source)
-    left = Counter(view.source for unit in units for view in unit if view.source in chosen)
+    left = {source: sum(view.source == source for unit in units for view in unit) for source in chosen}
     found: dict[str, list[tuple[View, Encoded]]] = {source: [] for source in chosen}
     read: dict[str, Tensor] = {}
-
-    def plain(view: View) -> Tensor:
-        if view.source not in read:
-            reads = stored if view.source in chosen else None
-            read[view.source] = tensors[view.source].detach() if reads is None else reads.values(view.source)
-        return view.of(read[view.source])
-
     for unit in units:
         members = {view.name: view for view in unit if view.source in chosen}
-        encoded_unit = stored.codes(list(members), codec) if stored is not None and members else None
-        if encoded_unit is None and members:
-            encoded_unit = codec.encode_unit(WeightUnit({view.name: plain(view) for view in unit}))
-        for encoded in (each for each in encoded_unit or () if each.name in members):
-            source = members[encoded.name].source
-            found[source].append((members[encoded.name], encoded))
-            left[source] -= 1
-            if not left[source]:
-                read.pop(source, None)
-                _store(tensors[source], found.pop(source), codec, devices)
+        if not members:
+            continue
+        encoded_unit = None if stored is None else stored.codes(list(members), codec)
+        if encoded_unit is None:
+            for source in {view.source for view in unit} - read.keys():
+                given = stored is not None and source in chosen
+                read[source] = stored.values(source) if given and stored else tensors[source].detach()
+            encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
+        for encoded in encoded_unit:
+            if encoded.name not in members:
+                continue
+            view = members[encoded.name]
+            found[view.source].append((view, encoded))
+            left[view.source] -= 1
+            if not left[view.source]:
+                read.pop(view.source, None)
+                parameter = tensors[view.source]
+                assert isinstance(parameter, nn.Parameter)
+                parts = found.pop(view.source)
+                if parameter.ndim == 3 and len(devices) > 1:
+                    divide_codes(parameter, parts, codec.format, devices)
+                else:
+                    store_codes(parameter, parts, codec.format, devices[0] if devices else parameter.device)
     watch_codes(model)
 
 
-def _store(tensor: Tensor, parts: list[tuple[View, Encoded]], codec: Codec, devices: Sequence[torch.device]) -> None:
-    assert codec.format is not None and isinstance(tensor, nn.Parameter)
-    if tensor.ndim == 3 and len(devices) > 1:
-        divide_codes(tensor, parts, codec.format, devices)
-    else:
-        store_codes(tensor, parts, codec.format, devices[0] if devices else tensor.device)
-
-
 def read_weights(model: nn.Module, files: Any, codec: Codec, devices: Sequence[torch.device] = ()) -> bool:
-    """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values. ``devices`` as
-    for ``encode_weights``.
+    """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values.
+
+    ``devices``: as for ``encode_weights``.
 
     Returns:
         whether the files have every tensor of the model under its own name. If not, the model is not changed.
@@ -119,10 +115,8 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
             parameter.data = own[name].data
         else:
             put_codes(parameter, codes, own[name].device)
-    buffers = dict(owner.named_buffers())
     for name, buffer in model.named_buffers():
-        if name in buffers:
-            buffer.data = buffers[name].detach().clone()
+        buffer.data = owner.get_buffer(name).detach().clone()
     mark_constant(model.parameters())
     watch_codes(model)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import CONTEXT, ModelSize, engine_usage, size_of, trainer_parts, training_of
+from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
 
 #: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
@@ -53,7 +53,13 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         engine = engine_usage(facts, size, shares=True)
         graphs = is_encoded(facts) and not facts.value("embedded.disable_cuda_graph")
         active = engine.parts.activations + (_GRAPH_POOLS * how.width * module_weights(size) if graphs else 0)
-        yield replace(engine, parts=replace(engine.parts, weights=how.width * own, activations=active), replaces=True)
+        held = replace(engine.parts, weights=how.width * own, activations=active)
+        saved = engine.parts.total - held.total
+
+        def find_fitting(budget: float, alone: float) -> Iterator[Mapping[str, Any]]:
+            yield from engine.fitting(budget + saved, alone + saved)
+
+        yield replace(engine, parts=held, replaces=True, fitting=find_fitting)
 
 
 def _note(facts: Facts, size: ModelSize, adapters: float) -> str:
@@ -66,8 +72,11 @@ def _note(facts: Facts, size: ModelSize, adapters: float) -> str:
         host = _PARAMETER_COPIES * _code_bytes(facts) * module_weights(size)
         note += f"; the host holds one of its parameters at a time while the base is read, {host / 1e9:.1f} GB"
     if away := experts_elsewhere(facts):
-        other = (_code_bytes(facts) * size.experts + training_of(facts).width * size.routed) * (1 - away) + CONTEXT
-        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {other / 1e9:.1f} GB"
+        how = training_of(facts)
+        each = (1 - away) * (_code_bytes(facts) * size.experts + how.width * size.routed) + trainer_parts(
+            size, how
+        ).other
+        note += f"; its experts are divided among {facts.value('lora.base_gpus')} GPUs, and each of the others needs {each / 1e9:.1f} GB"
     return note
 
 

@@ -159,16 +159,22 @@ def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, t
         "device": "cuda",
         "recompute_activations": True,
         "lora_target_modules": "all-linear",
-        "rollout_max_context_len": 8192,
-        "max_running_requests": 64,
+        "rollout_max_context_len": 4096,
+        "kv_cache_dtype": "float8_e4m3fn",
+        "max_running_requests": 4,
         "max_tokens_per_gpu": 8192,
         "train_precision": "int4",
         "rollout_precision": "int4",
     }
-    with pytest.raises(PlanError, match="(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
+    with pytest.raises(PlanError, match=r"(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
         plan(**given)
     text = str(plan(**given, lora_base_gpus=8))
     assert "one copy of the frozen base is held, with experts on 8 GPUs" in text
     assert "experts are divided among 8 GPUs, and each of the others needs" in text
+    assert "GB with gradients and optimizer state" in text and "the host holds one of its parameters at a time" in text
     with pytest.raises(PlanError, match="16 GPUs"):
         plan(**given, lora_base_gpus=16)
+    more = given | {"lora_base_gpus": 8, "rollout_max_context_len": 8192, "max_running_requests": 64}
+    with pytest.raises(PlanError, match=r"this would do:\s+--max-running-requests \d+$") as refused:
+        plan(**more)
+    plan(**more | {"max_running_requests": int(str(refused.value).split()[-1])})
