@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.precision.format import Format, Parts
-from miles_embedded.model.storage import put_codes
 from miles_embedded.model.views import View
 
 
@@ -72,14 +71,6 @@ def encoded_parameter(like: Tensor, parts: Sequence[tuple[View, Encoded]], forma
     like.untyped_storage().resize_(0)
     stacks = tuple(_stack(members, like.device) for members in _group(list(parts)))
     return EncodedParameter(stacks, format, like)
-
-
-def store_codes(
-    parameter: nn.Parameter, parts: Sequence[tuple[View, Encoded]], format: Format, device: torch.device
-) -> None:
-    """Store a parameter as the codes of its checkpoint tensors on ``device`` only."""
-    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    put_codes(parameter, encoded_parameter(like, parts, format), device)
 
 
 def _group(parts: list[tuple[View, Encoded]]) -> list[list[tuple[View, Encoded]]]:

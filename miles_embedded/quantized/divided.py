@@ -67,10 +67,15 @@ class DividedParameter:
             yield from part.tensors()
 
 
-def divide_codes(
+def store_codes(
     parameter: nn.Parameter, parts: Sequence[tuple[View, Encoded]], format: Format, devices: Sequence[torch.device]
 ) -> None:
-    """Store a parameter [experts, ...] as codes only, a range of experts on each of ``devices``; the first one is the home."""
+    """Store a parameter as the codes of its checkpoint tensors only: on the first device, or experts [experts, ...] in ranges on all."""
+    home = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=devices[0])
+    if parameter.ndim != 3 or len(devices) == 1:
+        put_codes(parameter, encoded_parameter(home, parts, format), devices[0])
+        return
+    home.untyped_storage().resize_(0)
     experts, step = parameter.shape[0], parameter.stride(0)
     ends = [experts * (i + 1) // len(devices) for i in range(len(devices))]
     found = []
@@ -83,8 +88,6 @@ def divide_codes(
         size = (end - first, *parameter.shape[1:])
         like = torch.empty_strided(size, parameter.stride(), dtype=parameter.dtype, device=device)
         found.append(encoded_parameter(like, own, format))
-    home = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=devices[0])
-    home.untyped_storage().resize_(0)
     put_codes(parameter, DividedParameter(tuple(found), home), devices[0])
 
 

@@ -24,8 +24,7 @@ from miles_embedded.model.call import active_context
 from miles_embedded.model.storage import Codes, codes_of, mark_constant, put_codes
 from miles_embedded.model.views import View, group_coupled, sources, views
 from miles_embedded.quantized.activation import encoded_views
-from miles_embedded.quantized.codes import store_codes
-from miles_embedded.quantized.divided import divide_codes, install_divided
+from miles_embedded.quantized.divided import install_divided, store_codes
 from miles_embedded.quantized.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
@@ -80,11 +79,7 @@ def encode_weights(
                 read.pop(view.source, None)
                 parameter = tensors[view.source]
                 assert isinstance(parameter, nn.Parameter)
-                parts = found.pop(view.source)
-                if parameter.ndim == 3 and len(devices) > 1:
-                    divide_codes(parameter, parts, codec.format, devices)
-                else:
-                    store_codes(parameter, parts, codec.format, devices[0] if devices else parameter.device)
+                store_codes(parameter, found.pop(view.source), codec.format, devices or [parameter.device])
     watch_codes(model)
 
 
