@@ -156,8 +156,20 @@ def randomize(model: Any, seed: int) -> None:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, device=parameter.device))
 
 
+def byte_tokenizer(vocabulary: int) -> Any:
+    """One id a byte. Transformers loads a Qwen2 checkpoint's tokenizer as byte-level BPE, whatever the file says."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<|endoftext|>", "<eos>", *pre_tokenizers.ByteLevel.alphabet()]
+    names += [f"w{i}" for i in range(len(names), vocabulary)]
+    letters = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<eos>", pad_token="<|endoftext|>")
+
+
 def save(family: str, directory: Path) -> Path:
-    """A random checkpoint with a tokenizer of one word an id, and prompts."""
+    """A random checkpoint with a tokenizer, and prompts."""
     import transformers
 
     name, values = FAMILIES[family]
@@ -168,7 +180,8 @@ def save(family: str, directory: Path) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     randomize(model, 0)
     model.save_pretrained(directory / "model")
-    word_tokenizer(config.vocab_size).save_pretrained(directory / "model")
+    tokenizer = byte_tokenizer if family == "qwen2" else word_tokenizer
+    tokenizer(config.vocab_size).save_pretrained(directory / "model")
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(2, config.vocab_size, (8, 24), generator=draw).tolist()
     lines = [json.dumps({"input": " ".join(f"w{t}" for t in row), "label": "a"}) for row in rows]
