@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from miles_core.config.load import load
+from miles_core.plugin import ConfigError
 from miles_core.plugin.check import check
 from miles_core.plugin.fixes import find_fixes
 from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
@@ -28,7 +29,10 @@ def find_in_one_process(argv: Sequence[str], given: Sequence[str]) -> Iterator[s
         *argv,
         *(word for flag, part in INLINE.items() if read_option(argv, flag) is None for word in (flag, part)),
     ]
-    config = load(words)
+    try:
+        config = load(words)
+    except ConfigError:  # the options loaded with other parts, so one of them belongs to these
+        return
     catalogue, facts = catalogue_for(config), facts_for(config, given)
     requested = requested_plugins(config, facts, catalogue)
     result = check(requested, catalogue, facts)
