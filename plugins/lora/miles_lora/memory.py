@@ -20,8 +20,15 @@ _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
 _GRAPH_POOLS = 2
 #: Copies of a parameter's codes while it is read and stacked.
 _PARAMETER_COPIES = 2
-#: Elements of an adapter per rank and weight of its matrix, times the hidden size; an upper bound for usual shapes.
+#: Elements of an adapter per rank and weight of its matrix, times the hidden size: an upper bound for matrices with both sides of at least a third of
+#: the hidden size.
 _PER_WEIGHT = 4.0
+#: The largest number of matrices in an attention, a dense feed-forward layer, and a sparse one without its routed experts.
+_ATTENTION_MATRICES, _DENSE_MATRICES, _SHARED_MATRICES = 5, 3, 5
+#: The same of a layer with a state, without and with the names of an attention's matrices.
+_STATE_MATRICES = (4, 9)
+#: Matrices of an expert, with gate and up joined.
+_EXPERT_MATRICES = 2
 #: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
 _FEED_FORWARD = ("gate", "up_", "down", "w1", "w2", "w3", "fc", "input_linear", "output_linear")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -131,13 +138,23 @@ def adapter_parameters(facts: Facts, size: ModelSize) -> float:
     )
     inner = {name for name in names for part in _FEED_FORWARD if part in name}
     mixers = {*names} - inner - {"all-linear", "all-experts"}
-    adapted = 0.0
+    parts: list[tuple[int, int, int]] = []  # layers, weights and matrices of each
     if every or mixers:
-        adapted += size.attentions
+        parts.append((size.attending, size.attention, _ATTENTION_MATRICES))
     if size.state and (every or mixers - {*_ATTENTION} or (mixers and size.state.attention_names)):
-        adapted += size.states
+        parts.append((size.state_layers, size.state.parameters, _STATE_MATRICES[size.state.attention_names]))
     if every or inner:
-        adapted += size.feed_forward
+        parts.append((size.dense_layers, size.dense, _DENSE_MATRICES))
+        parts.append((size.sparse_layers, size.shared, _SHARED_MATRICES))
     if experts:
-        adapted += size.experts
-    return _PER_WEIGHT * int(facts.value("lora.rank") or 1) * adapted / size.hidden
+        parts.append((size.sparse_layers, size.routed, _EXPERT_MATRICES * int(facts.value("model.num_experts") or 1)))
+    rank = int(facts.value("lora.rank") or 1)
+    return rank * sum(layers * _sides(weights, matrices, size.hidden) for layers, weights, matrices in parts)
+
+
+def _sides(weights: int, matrices: int, hidden: int) -> float:
+    """Return an upper estimate of the sum of the inputs and outputs of the matrices of a layer.
+
+    It is ``hidden + weights / hidden`` for a matrix with one side of the hidden size, however narrow the other one is.
+    """
+    return max(_PER_WEIGHT * weights / hidden, matrices * hidden + weights / hidden) if weights else 0.0

@@ -15,6 +15,7 @@ from miles_core.plugin.detect import config_facts
 from miles_embedded import size_of
 from miles_embedded.testing import families
 from miles_lora.memory import adapter_parameters
+from miles_lora.targets import find_targets
 from miles_testing import plan, toy_run
 
 pytest.importorskip("peft")
@@ -141,7 +142,22 @@ def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
         made = sum(weight.numel() for key, weight in adapted.named_parameters() if "lora_" in key)
         given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
         facts = Facts([*config_facts(config.to_dict()), *given])
-        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 7 * made
+        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 8 * made
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("all-linear", "all-experts")])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "olmo_hybrid", "bamba"])
+def test_adapters_of_narrow_matrices_are_not_estimated_too_small(family, targets):
+    """The inner sizes of shared and routed experts and of states are a small part of the hidden size."""
+    name, values = families.FAMILIES[family]
+    config = getattr(transformers, name)(**values | {"hidden_size": 8 * values["hidden_size"]})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    chosen = targets if families.FAMILIES[family][1].get("num_experts") else ("all-linear",)
+    shapes = [getattr(target.module, target.attribute).shape for target in find_targets(model, chosen)]
+    made = 4 * sum((shape[0] if len(shape) == 3 else 1) * (shape[-1] + shape[-2]) for shape in shapes)
+    facts = Facts([*config_facts(config.to_dict()), Fact("lora.rank", 4, ""), Fact("lora.target_modules", chosen, "")])
+    assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 3 * made
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
