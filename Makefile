@@ -38,6 +38,8 @@ MEGATRON_TESTS ?= $(addprefix plugins/megatron/tests/test_,$(addsuffix .py,devic
 SGLANG_TESTS ?= plugins/sglang/tests/test_contract.py plugins/sglang/tests/test_lora.py \
 	plugins/sglang/tests/test_manifest.py::test_the_table_is_that_of_the_installed_sglang \
 	plugins/sglang/tests/test_manifest.py::test_the_architectures_are_those_of_the_installed_sglang
+# With the run's own Transformers, and SGLang's for its processes only.
+SGLANG_IMAGE_TESTS ?= plugins/sglang/tests/test_images.py::test_a_real_sglang_computes_what_the_embedded_engine_computes
 # Which tests: without the slow ones, or all ('thorough or not thorough'). SLOW_PART=K/N adds a part of the slow ones.
 MARKS ?= not thorough
 SLOW_PART ?=
@@ -121,6 +123,8 @@ test-megatron: engines
 test-sglang: engines
 	PYTHONPATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -m "$(MARKS)" --slow-part "$(SLOW_PART)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
+	MILES_TEST_SGLANG_PATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -m "$(MARKS)" --slow-part "$(SLOW_PART)" --junit-xml $(REPORTS)/sglang_images.xml $(SGLANG_IMAGE_TESTS)
 
 # Every test that no run so far could execute, by reason; 1 if a reason is not in docs/skipped-tests.md.
 skipped:

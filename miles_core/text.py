@@ -1,11 +1,14 @@
-"""Validates text that enters a run from outside: results of tools, observations, messages of agents, texts of users' functions. Such a text
+"""Validates text and JSON that enter a run from outside: results of tools, observations, messages of agents, texts of users' functions. Such a text
 may be a ``str`` that is not valid Unicode: JSON writes half of a surrogate pair as ``"\\ud83d"``, and Python reads the bytes of
 file names and arguments that are not UTF-8 as surrogates. Tokenizers and encoders raise errors of various types for them. Every text passes
 ``valid_text`` (or ``valid_data``) where it enters, so that one text never ends a run.
+
+JSON of files is parsed with ``load_strict_json``, which rejects duplicate keys; Python's parser silently keeps the last one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,3 +70,27 @@ def count_characters(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(count_characters, value.values()))
     return sum(map(count_characters, value)) if isinstance(value, list | tuple) else 0
+
+
+def load_strict_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: the text is malformed, or an object has a duplicate key; the message names it.
+        RecursionError: nested too deeply.
+    """
+    if isinstance(text, str) and not text.startswith("\ufeff"):
+        return _DECODER.decode(text)  # ``json.loads`` makes a decoder for each call
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in made if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in one object; keep one of them")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)

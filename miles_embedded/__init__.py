@@ -13,6 +13,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
   ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
+- to pass images to an engine: ``ImageProcessor``, ``find_processor``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
 - to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``read_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.gpu_operations import with_row_kernels
     from miles_embedded.model.grouped_experts import uses_grouped_product
+    from miles_embedded.model.image_processor import ImageProcessor, find_processor
     from miles_embedded.model.joint_linear import joined_layers
     from miles_embedded.model.load import (
         build_empty,
@@ -131,6 +133,7 @@ __all__ = [
     "EncodedParameter",
     "ExpertLoads",
     "Experts",
+    "ImageProcessor",
     "Launched",
     "LogProbs",
     "ModelSize",
@@ -167,6 +170,7 @@ __all__ = [
     "export_checkpoint",
     "fill_rows",
     "find_known_weights",
+    "find_processor",
     "find_routed",
     "format_billions",
     "full_values",
@@ -249,6 +253,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
+        "miles_embedded.model.image_processor": "ImageProcessor find_processor",
         "miles_embedded.model.joint_linear": "joined_layers",
         "miles_embedded.model.load": "build_empty checkpoint_config is_embedded load_model make_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",

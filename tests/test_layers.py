@@ -32,12 +32,12 @@ LAYERS: list[dict[str, str]] = [
         "data": "errors text chat",
     },
     {
-        "plugin": "errors nearest version redact data",
+        "plugin": "errors nearest version redact text data",
     },
     {
         "config": "errors nearest redact plugin",
         "observe": "errors redact plugin",
-        "checkpoint": "errors version data",
+        "checkpoint": "errors version text data",
     },
     {
         "algorithm": "errors data",

@@ -16,14 +16,19 @@ from typing import Any
 import torch
 
 from benchmarks.engine.drafting_model import drafting_model, pretrained
-from benchmarks.engine.drafting_sides import AGAIN, PLAIN, decoder, use
 from benchmarks.engine.embedded_rollout import in_turns
 from benchmarks.engine.languages import Language
 from benchmarks.measure import finish, installed, options
 from miles_core.engine import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
-from miles_speculative.lookahead import Auto
+from miles_speculative.async_rounds import use_rounds
+from miles_speculative.decoder import SpeculativeDecoder
+from miles_speculative.lookahead import Auto, Lookahead
+from miles_speculative.tree import TreeDecoder
+
+#: Sides without drafts; what two of them differ by is the noise of the others' numbers.
+PLAIN, AGAIN = "plain", "plain again"
 
 
 def main() -> None:
@@ -45,7 +50,7 @@ def main() -> None:
         help="K, auto or plain; K-launched and plain-launched do not use CUDA graphs",
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="requests in flight")
-    parser.add_argument("--state", help="as in speculative.py")
+    parser.add_argument("--state", help="file that keeps the model after its pre-training")
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--draft-lr", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda")
@@ -78,10 +83,18 @@ def main() -> None:
 
 
 def make_engine(model: Any, head: Any, side: str) -> EmbeddedEngine:
-    """An engine of the shared model; ``side``: as in ``drafting_sides``, with ``-launched`` without CUDA graphs."""
+    """Return an engine of the shared model for a side: plain, K or KxN drafts, auto; with ``-launched`` without CUDA graphs."""
     name, _, launched = side.partition("-")
     engine = EmbeddedEngine(model, Settings(lambda tokens: "", eos=[1], cuda_graphs=not launched))
-    use(decoder(head, name), engine)
+    if name in (PLAIN, AGAIN):
+        return engine
+    depth, _, width = name.partition("x")
+    lookahead = Auto() if name == "auto" else Lookahead(int(depth))
+    if width:
+        engine.decoder = TreeDecoder(head, lookahead, int(width))
+    else:
+        engine.decoder = SpeculativeDecoder(head, lookahead)
+        use_rounds(engine, engine.decoder, engine.async_steps.used)
     return engine
 
 

@@ -146,10 +146,3 @@ def losses_of(model: Any, head: Head, language: Any, given: argparse.Namespace) 
     loss = torch.nn.functional.cross_entropy(logits, batch.tokens[packing.targets])
     out = entries(head, hidden.detach(), batch.tokens, ctx, call)[packing.sources]
     return loss, divergence(head, out, hidden.detach()[packing.sources], 1.0) / len(out)
-
-
-@torch.no_grad()
-def put(head: Head, weights: dict[str, Tensor]) -> None:
-    """Give the draft these weights."""
-    for name, parameter in head.parameters.items():
-        parameter.copy_(weights[name])

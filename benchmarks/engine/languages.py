@@ -1,4 +1,4 @@
-"""What a model learns before its drafts are measured: a synthetic language, chats, or what a model writes itself."""
+"""What a model learns before its drafts are measured: a synthetic language, or what a model writes itself."""
 
 from __future__ import annotations
 
@@ -34,25 +34,6 @@ class Language:
             known = self.follows[out[:, t - 1], out[:, t - 2] % 4]
             out[:, t] = torch.where(chance[:, t] < self.free, out[:, t], known)
         return out
-
-
-class Prompts:
-    """Chats for a real model."""
-
-    def __init__(self, checkpoint: str) -> None:
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.count = 0
-
-    def batch(self, count: int, length: int) -> list[list[int]]:
-        """``count`` prompts of about as many tokens as they have; ``length`` is not looked at."""
-        asked = ("Explain how {} works.", "Write a short story about {}.", "What is {}? Answer in a list.")
-        things = ("rain", "a clock", "the heart", "a market", "salt", "an engine", "the moon", "bread", "a library")
-        self.count += count
-        chosen = range(self.count - count, self.count)
-        chats = [[{"role": "user", "content": asked[i % 3].format(things[i // 3 % 9])}] for i in chosen]
-        return [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
 
 class Rollouts:

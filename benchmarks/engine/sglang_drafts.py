@@ -2,7 +2,7 @@
 travels with the weights.
 
 The model is a small GLM-4.5 with an MTP layer (SGLang takes that from few families) that learned one synthetic language, and then its policy
-another one (see ``speculative.py``). The runs then hardly change the policy, so acceptance changes with the draft alone. Sides:
+another one. The runs then hardly change the policy, so acceptance changes with the draft alone. Sides:
 
 - ``plain``, ``frozen`` and ``trained``: see above; medians of the last steps, acceptance of each step.
 - ``megatron``: trained by Megatron-Core, in its policy's backward pass alone.

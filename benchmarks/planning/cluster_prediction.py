@@ -1,36 +1,16 @@
-"""What the plan and ``miles simulate`` predict for the runs of ``cluster_run.py``, before and after them.
-
-Without a run, response lengths are those that the runs would draw: all as long as the limit (a random model hardly ever ends by itself),
-or long-tailed ones with ``--separate``. After a run, ``cluster_run.py`` calls ``predict`` and ``simulate`` with the lengths that it saved.
-No GPU is needed::
-
-    python benchmarks/planning/cluster_prediction.py --save
-"""
+"""What the plan and ``miles simulate`` predict for a run of ``cluster_run.py``, with the response lengths that it saved."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
-import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import finish, installed, options
-from benchmarks.planning.cluster_options import flags_of, make_config, run_options
-
 #: Schedule -> steps by which generation may run ahead of training.
 LAG = {"sync": 0, "ahead": 1, "async": 2}
-
-
-def long_tailed_lengths(longest: int, count: int) -> list[int]:
-    """Return the lengths of the first samples as ``LONG_TAILED`` chooses them."""
-    found = (math.exp(math.log(longest / 6) + random.Random(index).gauss(0, 1.0)) for index in range(count))
-    return [max(4, min(longest, int(length))) for length in found]
 
 
 def predict(given: argparse.Namespace, flags: list[str], mean: float) -> dict[str, Any]:
@@ -144,46 +124,3 @@ def compare(found: dict[str, Any], samples: int, separate: bool) -> list[dict[st
 def _row(name: str, measured: float | None, planned: float | None, simulated: float | None) -> dict[str, Any]:
     values = {"measured": measured, "planned": planned, "simulated": simulated}
     return {"name": name} | {key: round(value, 3) for key, value in values.items() if value is not None}
-
-
-def parameters_of_config(c: Any) -> int:
-    """Return the number of parameters of a Qwen3 mixture of experts."""
-    hidden = c.hidden_size
-    attention = hidden * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads) + 2 * c.head_dim
-    experts = c.num_experts * (3 * c.moe_intermediate_size + 1) * hidden
-    layers = c.num_hidden_layers * (attention + experts + 2 * hidden)
-    return int(layers + 2 * c.vocab_size * hidden + hidden)
-
-
-def main() -> None:
-    parser = run_options(options(__doc__))
-    given = parser.parse_args()
-    rows: dict[str, Any] = {}
-    for name, separate, schedule, tokens in (
-        ("colocated", False, "sync", given.tokens),
-        ("sync", True, "sync", given.long_tokens),
-        ("ahead", True, "ahead", given.long_tokens),
-        ("async", True, "async", given.long_tokens),
-    ):
-        one = argparse.Namespace(**{**vars(given), "separate": separate, "schedule": schedule, "tokens": tokens})
-        with tempfile.TemporaryDirectory() as temporary:
-            directory, checkpoint = Path(temporary), Path(temporary) / "model"
-            config = make_config(given.size)
-            config.save_pretrained(checkpoint)
-            lengths = long_tailed_lengths(tokens, 4096) if separate else [tokens]
-            form = f"lognormal:{tokens / 6:g},1.0" if separate else f"constant:{tokens}"
-            predicted = predict(one, flags_of(one, checkpoint, directory), statistics.fmean(lengths))
-            simulated = simulate(one, checkpoint, form, predicted["seconds"], 20)
-            rows[name] = {"lengths": form, "predicted": predicted, "simulated": simulated}
-        print(f"{name:10} {json.dumps(rows[name])}", file=sys.stderr, flush=True)
-    result = {
-        "size": given.size,
-        "parameters": parameters_of_config(make_config(given.size)),
-        "gpu": given.gpu,
-        "runs": rows,
-    }
-    finish("cluster_prediction", result, given.save, lambda: installed("torch"), given.size)
-
-
-if __name__ == "__main__":
-    main()

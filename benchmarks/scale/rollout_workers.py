@@ -4,6 +4,9 @@ The real loop with an engine and a trainer that cost nothing (``driver_double.py
 processor time of the driver per token, and the time of a step. ``reward`` is the processor time of scoring one sample in Python, which
 workers do in parallel. Samples are saved; ``routes`` is the number of layers with a routing record. Run:
 ``python benchmarks/scale/rollout_workers.py --save`` (three minutes).
+
+``--bytes`` counts the bytes per sample that the driver sends and receives instead, for several shapes of a step (one minute). Messages count in
+full, with arrays and shared memory that the driver writes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,15 @@ from miles_testing.toy import toy_arguments
 from miles_workers import local_channel, local_process, object_reader
 
 STEPS = 3
+#: For ``--bytes``: groups of a step, samples of a group, tokens of a response, tokens of a prompt, layers with a routing record.
+SHAPES = (
+    (32, 8, 256, 10, 0),
+    (32, 8, 256, 100, 0),
+    (32, 8, 2048, 100, 48),
+    (128, 8, 256, 100, 0),
+    (32, 16, 256, 100, 0),
+    (128, 2, 256, 100, 0),
+)
 
 #: Uses the processor for some milliseconds, as a verifier does, and cannot run in parallel with other Python code of its process.
 REWARD = """
@@ -141,12 +153,27 @@ def measure(
     return {"driver_bytes_per_sample": {k: round(n / samples, 1) for k, n in sorted(traffic.bytes.items())}, **found}
 
 
+def count_bytes() -> list[dict[str, Any]]:
+    """Return the driver's bytes per sample for each of ``SHAPES``, with two workers."""
+    rows: list[dict[str, Any]] = []
+    for groups, size, length, prompt, routes in SHAPES:
+        found = measure(2, groups, length, routes, 0.0, size, prompt)["driver_bytes_per_sample"]
+        case = {"groups": groups, "samples": size, "response_tokens": length, "prompt_tokens": prompt, "routes": routes}
+        rows.append({**case, **found, "total": round(sum(found.values()), 1)})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--bytes", action="store_true", help="count the driver's bytes per sample instead")
     parser.add_argument("--groups", type=int, default=32, help="groups of a step, of eight samples")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a response")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
+    if chosen.bytes:
+        finish("driver_bytes", {"rows": count_bytes()}, chosen.save, lambda: installed("torch"))
+        return
     rows: list[dict[str, Any]] = []
     for routes, milliseconds in ((0, 0.0), (0, 10.0), (48, 0.0), (48, 10.0)):
         for workers in (None, 1, 2):

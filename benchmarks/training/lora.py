@@ -11,7 +11,7 @@ only). It needs no network. On one GPU:
 
     python benchmarks/training/lora.py --modes --memory --device cuda --hidden 2048 --layers 12 --answer 128 --samples 64 --save
 
-``lora_trl.py`` compares adapters with TRL and peft. The last line of the output is one JSON object.
+The last line of the output is one JSON object.
 """
 
 from __future__ import annotations

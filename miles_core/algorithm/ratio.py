@@ -1,6 +1,11 @@
-"""The ratio of two policies at a token, exp(log pi - log pi_old), and what is reported about it.
+"""The ratio of two policies at a token, exp(log pi - log pi_old), and estimates of their KL divergence.
 
 Log-ratios are clamped to +-20 before exp, so that a single token cannot make the step infinite; a clamped log-ratio has no gradient.
+
+Estimators of the KL divergence (J. Schulman, "Approximating KL divergence", 2020), with d = log pi - log pi_ref on tokens sampled from pi: k1 =
+d is unbiased with high variance; k2 = d^2 / 2 is biased, and its gradient is the unbiased one of the reverse KL; k3 = e^-d - 1 + d is unbiased as
+a value and never negative; low_var_kl is k3 with clamps. As a *loss*, k1 has a gradient with mean 0, and the gradient of k3 is not that of the
+reverse KL.
 """
 
 from __future__ import annotations
@@ -9,8 +14,11 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm.objective import Metrics, PolicyLossInputs
+from miles_core.errors import ConfigError
 
 LOG_RATIO_CLAMP = 20.0
+LOW_VAR_KL_CLAMP = 10.0
+KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
 def log_ratio_of(inputs: PolicyLossInputs) -> Tensor:
@@ -54,3 +62,36 @@ def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def fraction(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of unmasked tokens for which the condition holds, and the number of unmasked tokens (``mask`` is bool)."""
     return (condition & mask).sum(), mask.sum()
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL per token, same shape as the inputs and differentiable in both.
+
+    Args:
+        log_probs, ref_log_probs: log pi and log pi_ref of the sampled tokens, natural logarithm.
+        kind: one of ``KL_TYPES``; low_var_kl clamps d to +-20 and the result to +-10.
+    """
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    if kind == "low_var_kl":
+        d = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        return (torch.expm1(-d) + d).clamp(-LOW_VAR_KL_CLAMP, LOW_VAR_KL_CLAMP)
+    raise ConfigError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KL_TYPES)}")
+
+
+def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
+    """Measure the gap between trainer and engine on the sampled tokens: mean and largest |delta log p|, and k1 and k3 estimates of
+    KL(rollout || train), as (sum or maximum, count). All arguments are [tokens]. The difference of a token is limited to 20 nats, so that a token
+    with probability 0 on one side does not make the metric infinite."""
+    delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return {
+        "mismatch/abs_log_prob": masked_sum(delta.abs(), mask),
+        "mismatch/abs_log_prob_max": (torch.cat([delta.detach().abs(), delta.new_zeros(1)]).max(), mask.sum()),
+        "mismatch/kl_k1": masked_sum(-delta, mask),
+        "mismatch/kl_k3": masked_sum(torch.expm1(delta) - delta, mask),
+    }

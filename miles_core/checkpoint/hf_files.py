@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import CheckpointError
+from miles_core.text import load_strict_json
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.checkpoint.tensor_file import write_tensors
-from miles_core.data.strict_json import load_strict_json
 from miles_core.data.world import ALONE, World
 from miles_core.errors import CheckpointError
+from miles_core.text import load_strict_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,12 +17,11 @@ import numpy as np
 from miles_core.chat.renderer import Renderer
 from miles_core.data.media import Media, explain_media, is_empty, is_media_key
 from miles_core.data.media_reader import MediaReader
-from miles_core.data.prompt_file import ChangedFileError, Opener, open_prompt_file
+from miles_core.data.prompt_file import ChangedFileError, Opener, check_prompt, check_text, open_prompt_file
 from miles_core.data.prompt_index import ROWS, sample_rows
 from miles_core.data.prompt_source import Chat, PromptSource, Row
-from miles_core.data.row_check import check_prompt, check_text
-from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import ConfigError, DataError
+from miles_core.text import load_strict_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import PolicyParts
 
-SAMPLER = SAMPLING_SUPPORT.label
 #: Label of a field that records an engine's choice of experts.
 ROUTING = "routing"
 WEIGHTS = "weight quantisation"

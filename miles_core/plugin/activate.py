@@ -61,7 +61,7 @@ def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], fact
         active = {**{name: manifests[name] for name in because}, "core": CORE}
         derived = derive(facts, active, manifests, sets)
         wanted = dict([*_find_selected(derived, manifests), *_find_required(active, derived, manifests)])
-        outcomes = [*_find_settings(active, derived, facts, manifests)]
+        outcomes = [*_find_settings(active, derived, facts)]
         settings = tuple(s for s in outcomes if isinstance(s, Setting))
         if wanted.keys() <= because.keys() and settings == sets:
             problems += [p for p in outcomes if isinstance(p, Problem)]
@@ -210,9 +210,7 @@ def _find_required(
                 continue  # the checker reports the error
 
 
-def _find_settings(
-    active: Mapping[str, Plugin], derived: Facts, facts: Facts, manifests: Mapping[str, Plugin]
-) -> Iterator[Setting | Problem]:
+def _find_settings(active: Mapping[str, Plugin], derived: Facts, facts: Facts) -> Iterator[Setting | Problem]:
     """Yield every value that an active plugin sets, and a problem for every conflict."""
     first: dict[str, Setting] = {}
     for plugin in active.values():
@@ -235,11 +233,11 @@ def _find_settings(
                 because = f"its condition {wish.when!r} is not known on this host: give it with --fact"
                 yield Problem(plugin.name, f"{path} = {show(wish.value)}", because, verb="cannot decide whether to set")
                 continue
-            yield from _check_setting(Setting(path, wish.value, plugin.name), wish.because, first, facts, derived)
+            yield from _check_setting(Setting(path, wish.value, plugin.name), wish.because, first, facts)
 
 
 def _check_setting(
-    setting: Setting, because: str, first: dict[str, Setting], facts: Facts, derived: Facts
+    setting: Setting, because: str, first: dict[str, Setting], facts: Facts
 ) -> Iterator[Setting | Problem]:
     """Yield the setting if it is the first for its path, a problem if it conflicts, and nothing if it repeats a value."""
     path, value = setting.path, setting.value

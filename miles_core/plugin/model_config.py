@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import CheckpointError
+from miles_core.text import load_strict_json
 
 #: Maximum numbers of layers and experts of a configuration; larger numbers are typing errors and would slow down planning.
 MOST_LAYERS, MOST_EXPERTS = 2_000, 20_000

@@ -18,8 +18,8 @@ from torch import Tensor
 from miles_core.algorithm.choices import ALGORITHMS, loss_weights
 from miles_core.algorithm.correction import identity, needs_of
 from miles_core.algorithm.dapo import overlong_penalty
-from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.objective import AdvantageInputs, Objective
+from miles_core.algorithm.ratio import engine_gap, kl_estimate
 from miles_core.algorithm.reinforce_plus_plus import whiten
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
@@ -32,8 +32,7 @@ from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.data_shard import DataShard, Pairs
 from miles_core.train.finite import check_finite
-from miles_core.train.loss import PolicyLoss, ValueLoss, supervised_loss
-from miles_core.train.recorder import TokenRecorder
+from miles_core.train.loss import PolicyLoss, TokenRecorder, ValueLoss, supervised_loss
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose

@@ -1,4 +1,5 @@
-"""Losses of one micro-batch: the policy loss, the value loss of a critic, and the supervised loss of a warm start.
+"""Losses of one micro-batch: the policy loss, the value loss of a critic, and the supervised loss of a warm start; and the record of what each
+token was trained with.
 
 Quantities that depend on the whole optimiser step are computed before the first forward pass and stored in columns:
 ``loss_weight`` contains the normaliser, so that micro-batch losses are summed, and ``correction`` is the product of all
@@ -15,21 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles_core.algorithm import grpo
 from miles_core.algorithm.correction import Correct
-from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.objective import Clip, Objective, PolicyLossInputs
-from miles_core.algorithm.ratio import masked_sum
-from miles_core.contracts.trainer import Context, Loss, Output
+from miles_core.algorithm.ratio import engine_gap, kl_estimate, masked_sum
+from miles_core.contracts.runtime import TrainedTokens
+from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_core.train.correction import correction_inputs, refuse_sum
 
 if TYPE_CHECKING:
     from miles_core.config.groups import Algorithm
+
+#: Batch scalar with the index of each sample in the rollout.
+POSITION = "position"
 
 
 class PolicyLoss:
@@ -155,3 +160,54 @@ def with_auxiliary(share: Loss, output: Output, tokens: Tensor) -> Loss:
         value = value + total / tokens.to(total.device)
         metrics[f"train/{name}"] = (total.detach(), torch.as_tensor(weight).detach())
     return Loss(value, metrics)
+
+
+class TokenRecorder:
+    """Records the advantage that each token was trained with, and its log-probability before the rollout's first optimiser step, for the run's
+    saved samples.
+
+    If a separate pass computed the old policy's log-probabilities, these are used. Otherwise the rollout has a single optimiser
+    step, and the loss wrapped with ``wrap_loss`` records the log-probabilities of that step.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._old: np.ndarray | None = None
+
+    def wrap_loss(self, loss: LossFunction) -> LossFunction:
+        """Wrap ``loss`` to record the log-probabilities of batches that have the scalar ``POSITION``."""
+
+        def recording_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+            if POSITION in batch.scalars and output.log_probs is not None:
+                self._seen.append((batch.scalars[POSITION], batch.lengths, output.log_probs.detach()))
+            return loss(output, batch, ctx)
+
+        return recording_loss
+
+    def start(self, batch: Batch, old: Tensor | None) -> None:
+        """Start a rollout. ``old`` holds the old policy's log-probabilities, [T]; if None, the wrapped loss records them."""
+        self._seen, self._old = [], None if old is None else old.float().cpu().numpy()
+        if old is None:
+            batch.scalars[POSITION] = torch.arange(len(batch))
+
+    def tokens(self, batch: Batch) -> list[TrainedTokens]:
+        """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
+        bounds = [0, *batch.lengths.cumsum(0).tolist()]
+        log_probs = self._recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
+        advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
+        prompts = batch.prompt_lengths.tolist()
+        self._seen, self._old = [], None
+        return [
+            TrainedTokens(None if own is None else own[prompt:], advantage[prompt:])
+            for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
+        ]
+
+    def _recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
+        result: list[np.ndarray | None] = [None] * count
+        for positions, lengths, log_probs in self._seen:
+            parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])
+            for position, part in zip(positions.tolist(), parts, strict=True):
+                # a padding micro-batch without trained tokens repeats a sample; it comes last and is ignored
+                if position < count and result[position] is None:
+                    result[position] = part
+        return result

@@ -24,7 +24,7 @@ from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from miles_core.data.media import Media
-from miles_core.errors import CheckpointError, ConfigError, DataError, first_line
+from miles_core.errors import CheckpointError, ConfigError, DataError, MilesError, first_line
 from miles_embedded.model.load import FLAG, checkpoint_config
 
 #: Largest image, in pixels; a compressed file of a few kilobytes can hold any number of equal ones.
@@ -79,6 +79,28 @@ class ImageProcessor:
             filled = np.flatnonzero(tokens == placeholder)
             self._spans[media] = tokens[filled[0] : filled[-1] + 1] if len(filled) else tokens[:0]
         return self._spans[media]
+
+    def find_places(self, tokens: np.ndarray, placeholder: int, media: Sequence[Media]) -> list[np.ndarray]:
+        """Return the indices in ``tokens`` of the placeholders for the features of each of ``media``, whose expansions follow each other.
+
+        Raises:
+            MilesError: an expansion is missing.
+        """
+        filled, at, found = np.flatnonzero(tokens == placeholder), 0, []
+        for item in media:
+            span = self.span(item, placeholder)
+            starts = filled[at:]
+            match = next((i for i, s in enumerate(starts) if np.array_equal(tokens[s : s + len(span)], span)), None)
+            if match is None:
+                needed = sum(int((self.span(m, placeholder) == placeholder).sum()) for m in media)
+                raise MilesError(
+                    f"a sequence has {len(filled)} placeholder tokens ({placeholder}) for {len(media)} images, which need {needed} in the order "
+                    "of their expansions; a rollout function must continue the tokens of the prompt, and pass the media of what it adds"
+                )
+            own = np.flatnonzero(span == placeholder)
+            found.append(starts[match] + own)
+            at += match + len(own)
+        return found
 
     def inputs(self, media: Media) -> dict[str, Tensor]:
         """Return the inputs of the tower for one image, name -> [...], such as ``pixel_values`` and ``image_grid_thw``."""

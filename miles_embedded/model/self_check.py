@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from miles_core.errors import CheckpointError
 from miles_core.plugin.boundaries import boundaries
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import NAME, attention_by_part
 from miles_embedded.model.parts import configuration, decoder_layers, text_configuration
 
 log = logging.getLogger(__name__)
@@ -147,13 +147,16 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 def plain_forwards(model: nn.Module) -> Iterator[None]:
     """Run attention and experts with Transformers' own functions inside this context."""
     named: Any = model
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
+    before = [dict(vars(config)) for config in configs]
     named.set_attn_implementation("eager")
     named.set_experts_implementation("eager")
     try:
         yield
     finally:
-        named.set_attn_implementation(attention_by_part(configuration(model)))
-        named.set_experts_implementation(NAME)
+        for config, values in zip(configs, before, strict=True):  # Transformers 5.12 cannot set back an attached draft
+            vars(config).clear()
+            vars(config).update(values)
 
 
 def _usual_tokens(model: nn.Module, vocabulary: int) -> list[int]:

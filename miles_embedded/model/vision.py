@@ -75,20 +75,7 @@ class Vision:
         Raises:
             MilesError: an expansion is missing.
         """
-        filled, at, found = np.flatnonzero(tokens == self.placeholder), 0, []
-        for item in media:
-            span = self.processor.span(item, self.placeholder)
-            starts = filled[at:]
-            match = next((i for i, s in enumerate(starts) if np.array_equal(tokens[s : s + len(span)], span)), None)
-            if match is None:
-                needed = sum(int((self.processor.span(m, self.placeholder) == self.placeholder).sum()) for m in media)
-                raise MilesError(
-                    f"a sequence has {len(filled)} placeholder tokens ({self.placeholder}) for {len(media)} images, which need {needed} in the "
-                    "order of their expansions; a rollout function must continue the tokens of the prompt, and pass the media of what it adds"
-                )
-            own = np.flatnonzero(span == self.placeholder)
-            found.append(starts[match] + own)
-            at += match + len(own)
+        found = self.processor.find_places(tokens, self.placeholder, media)
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def inputs(

@@ -28,11 +28,6 @@ log = logging.getLogger(__name__)
 FILE = f"{DIRECTORY}/{{}}/{{:08d}}{SUFFIX}"
 
 
-def rollout_file(run_dir: Path | str, kind: str, step: int) -> Path:
-    """Return the path of a step's samples, whether it exists or not."""
-    return Path(run_dir) / FILE.format(kind, step)
-
-
 def rollout_files(run_dir: Path | str, kind: str = "train") -> dict[int, Path]:
     """Return step -> file for all steps with samples on disk, in ascending order."""
     found = (Path(run_dir) / DIRECTORY / kind).glob(f"*{SUFFIX}")

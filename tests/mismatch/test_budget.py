@@ -166,7 +166,7 @@ def test_a_rounded_cache(with_parts, dtype):
 def test_a_truncated_sampler_without_its_support(with_parts):
     found = with_parts(measured, rollout_top_k=3, full_vocab_logprobs=True)
     first = found.ordered()[0]
-    assert (first.name, first.corrected) == (b.SAMPLER, False)
+    assert (first.name, first.corrected) == (b.SAMPLING_SUPPORT.label, False)
     assert first.share == pytest.approx(1, abs=1e-3)
     assert found.remaining.mean_abs == pytest.approx(found.total.mean_abs)
 

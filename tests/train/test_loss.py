@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_core.algorithm.choices import loss_weights
-from miles_core.algorithm.kl import engine_gap
+from miles_core.algorithm.ratio import engine_gap
 from miles_core.config.load import load
 from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import collate

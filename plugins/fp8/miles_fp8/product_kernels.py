@@ -264,7 +264,7 @@ def linear(
 
 
 def takes(rows: int, width: int, inner: int) -> bool:
-    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/engine/fp8_product_tiles.py``)."""
+    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/engine/fp8_product.py --tiles``)."""
     most = ENTRIES_SHORT if inner <= SHORT * TILE else ENTRIES_LONG
     return rows <= MANY or (rows <= 8 * MANY and rows * width <= most)
 
@@ -273,11 +273,11 @@ def takes(rows: int, width: int, inner: int) -> bool:
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
 
-    The rule is a fit to ``benchmarks/engine/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks,
+    The rule is a fit to ``benchmarks/engine/fp8_product.py --tiles``. A long K is divided among programs as long as each of them has several blocks,
     and the GPU has not many more programs than multiprocessors.
 
     In a decode step, programs are placed while earlier kernels still occupy multiprocessors, and two of them may share one while others are idle.
-    With four stages, 64 rows and columns take so much shared memory that a multiprocessor has room for one program only (``decode_step.py``)."""
+    With four stages, 64 rows and columns take so much shared memory that a multiprocessor has room for one program only."""
     steps, columns = -(-inner // TILE), -(-width // 64)
     short, warps, stages = steps <= SHORT, 4, 3
     if rows <= FEW:

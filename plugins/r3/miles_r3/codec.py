@@ -101,16 +101,6 @@ def set_bits(experts: int, k: int) -> int:
     return max(math.comb(experts, k) - 1, 0).bit_length()
 
 
-def list_bits(experts: int, k: int) -> int:
-    """Bits of the ``list`` code for one row."""
-    return k * max(experts - 1, 1).bit_length()
-
-
-def bound_bits(experts: int, k: int) -> float:
-    """log2 C(E, k): what a set of k out of E experts carries."""
-    return math.log2(math.comb(experts, k))
-
-
 @lru_cache
 def _binomials(experts: int, k: int) -> Codes:
     """[k + 1, experts + 1]: row i holds C(n, i), n ascending."""

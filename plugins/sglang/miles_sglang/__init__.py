@@ -56,6 +56,7 @@ plugin = Plugin(
     capabilities={
         "engine": (
             "score",
+            "media",
             "hot_update",
             "span",
             "transport:buckets",
@@ -196,6 +197,26 @@ plugin = Plugin(
             because="SGLang releases memory, and unloads an adapter, only when no request is in flight",
         ),
         Rule(
+            needs="not sglang.url",
+            when="data.media",
+            because="a server that the run did not start takes no processed images; leave the address out, and the run starts SGLang",
+        ),
+        Rule(
+            needs=f"not {_SPECULATIVE}",
+            when="data.media",
+            because="SGLang's drafts with images have not been tested; run it without drafts",
+        ),
+        Rule(
+            needs="transport != adapter and rollout.precision == bf16",
+            when="data.media",
+            because="adapters and number formats of models that read images have been tested with --engine embedded only",
+        ),
+        Rule(
+            needs="not sglang.language_only and not sglang.encoder_only",
+            when="data.media",
+            because="one SGLang computes the images and the text",
+        ),
+        Rule(
             needs="not sglang.enable_lora",
             because="weight updates contain the full model and no adapter, so SGLang would serve another function than the trained one",
         ),
@@ -204,7 +225,7 @@ plugin = Plugin(
         Package(
             "sglang",
             TESTED,
-            when="engine == sglang and not sglang.url",
+            when="engine == sglang and not sglang.url and not sglang.python_path",
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),

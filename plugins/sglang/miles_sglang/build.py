@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_formats import Codec, make_codec
@@ -17,6 +17,7 @@ from miles_sglang.choices import Choices
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
+from miles_sglang.images import ImageReader
 from miles_sglang.link import Link
 from miles_sglang.memory import default_share
 from miles_sglang.process import ProcessLink
@@ -27,6 +28,9 @@ from miles_sglang.shapes import check_blocks
 from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
 from miles_workers import Restarts, worker_name
+
+if TYPE_CHECKING:
+    from miles_embedded import ImageProcessor
 
 #: Defaults that a user may override: no grammar backend; on a CPU, the backends that SGLang supports there.
 _DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}
@@ -56,6 +60,8 @@ PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
+    from miles_embedded import find_processor  # imports Transformers
+
     tokenizer, early = run.tokenizer, run.state.get(EARLY, {})
 
     def detokenize(tokens: list[int]) -> str:
@@ -68,7 +74,8 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
     check_blocks(_text_config(Path(checkpoint)), codec_of(run.config_of(policy).rollout.precision))
     choices = _choices(run, policy)
-    return assemble(checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of)
+    processor = find_processor(run, policy)
+    return assemble(checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor)
 
 
 def log_file_of(run: Any) -> Path:
@@ -102,6 +109,7 @@ def _choices(run: Any, policy: Any) -> Choices:
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
+        python_path=options.python_path or "",
         max_restarts=config.run.max_restarts,
         share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
@@ -143,6 +151,7 @@ def assemble(
     choices: Choices,
     early: dict[Path, Spawned] | None = None,
     codec_of: Callable[[str], Codec] | None = None,
+    processor: ImageProcessor | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -154,6 +163,7 @@ def assemble(
         choices: how to start SGLang.
         early: see ``ProcessLink``.
         codec_of: precision -> codec, for ``SglangEngine.rebuild``; None if the precision is fixed.
+        processor: processor of the images in prompts; None for text.
     """
     config = _text_config(Path(checkpoint))
 
@@ -168,7 +178,7 @@ def assemble(
     served = serve(codec)
     context = choices.max_context or int(config["max_position_embeddings"])
     link = _connect(choices, served, context, config, directory, early)
-    translator = _translator(detokenize, context, config, choices)
+    translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
         served,
@@ -203,7 +213,11 @@ def _connect(
 
 
 def _translator(
-    detokenize: Callable[[list[int]], str], context: int, config: Mapping[str, Any], choices: Choices
+    detokenize: Callable[[list[int]], str],
+    context: int,
+    config: Mapping[str, Any],
+    choices: Choices,
+    processor: ImageProcessor | None,
 ) -> Translator:
     return Translator(
         detokenize,
@@ -213,6 +227,7 @@ def _translator(
         supports=not choices.speculative,
         seed=choices.seed if choices.keyed else None,
         versioned=choices.versioned,
+        images=None if processor is None else ImageReader.of(processor, config),
     )
 
 
@@ -343,4 +358,6 @@ def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str |
     }
     if PRECOMPILES not in os.environ:
         found[PRECOMPILES] = "0"
+    if choices.python_path:
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (choices.python_path, os.environ.get("PYTHONPATH"))))
     return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if choices.device == "cpu" else found

@@ -22,6 +22,7 @@ class Choices:
         routed_dtype: dtype of the routed experts column.
         url: address of a running server; then this run does not start SGLang.
         bucket_bytes: maximum bytes of a bucket of weights.
+        python_path: directories that come first on the import path of SGLang's processes.
         max_restarts: how often to restart SGLang after it died.
         share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
         allow_mismatch: continue if an update does not reach all of SGLang's parameters.
@@ -41,6 +42,7 @@ class Choices:
     weights_dir: Path | None = None
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
+    python_path: str = ""
     max_restarts: int = 0
     share: float | None = BESIDE_A_TRAINER
     allow_mismatch: bool = False

@@ -1,4 +1,4 @@
-"""The options of this plugin: three of its own, and one for each option of SGLang's server (``server_args.json``)."""
+"""The options of this plugin: four of its own, and one for each option of SGLang's server (``server_args.json``)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ class EngineOptions:
         None,
         flag="--sglang-weights-dir",
         help="directory for weight updates that SGLang reads from files (default: in the run's directory)",
+        metavar="DIR",
+    )
+    python_path: str | None = option(
+        None,
+        flag="--sglang-python-path",
+        help="directory with SGLang and the packages that it pins, such as an older Transformers than the run's; it comes first on the import "
+        "path of SGLang's processes (several: separated as in PYTHONPATH)",
         metavar="DIR",
     )
     startup_timeout: float = option(

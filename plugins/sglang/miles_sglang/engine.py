@@ -179,18 +179,13 @@ class SglangEngine(Engine):
         for i, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= limit:
                 raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
-        return list(await asyncio.gather(*(self._score(sequence) for sequence in sequences)))
+        shown = media or [()] * len(sequences)
+        return list(await asyncio.gather(*map(self._score, sequences, shown)))
 
-    async def _score(self, sequence: Sequence[int]) -> np.ndarray:
+    async def _score(self, sequence: Sequence[int], media: tuple[Any, ...]) -> np.ndarray:
         if len(sequence) == 1:
             return np.zeros(0, np.float32)
-        body = {
-            "rid": f"{next(self._numbers):016x}",
-            "input_ids": [int(t) for t in sequence],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
         answer = await self._renewal.retry(lambda: self.link.generate(self._adapter.select(body)))
         return np.array(answer.columns["prompt_log_probs"])
 

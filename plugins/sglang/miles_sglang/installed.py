@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 #: The versions this plugin was tested with.
@@ -9,9 +10,7 @@ TESTED = ">=0.5.17,<0.5.18"
 INSTALL = f"pip install 'sglang{TESTED}'"
 
 
-def version() -> str | None:
-    """Return the version of the installed SGLang; None if it is not installed."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
+def version(python_path: str = "") -> str | None:
+    """Return the version of the installed SGLang, or of the one in the directories of ``python_path``; None if there is none."""
+    where = {"path": python_path.split(os.pathsep)} if python_path else {}
+    return next((found.version for found in metadata.distributions(name="sglang", **where)), None)

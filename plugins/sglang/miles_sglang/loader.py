@@ -10,6 +10,7 @@ The first update also shows which parameters updates do not write (``coverage``)
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -151,6 +152,7 @@ def _complete(model: nn.Module) -> None:
     """End an update; after the first one, store the names of unwritten parameters."""
     repacking.close_layers(model)
     _refresh_copies(model)
+    _forget_features()
     coverage = _coverage.pop(model, None)
     if coverage is not None:
         _unwritten[model] = coverage.finish(model)
@@ -165,6 +167,13 @@ def _refresh_copies(model: nn.Module) -> None:
     for module in model.modules():
         if (copied := module._buffers.get(_WIDE_COPY)) is not None:
             copied.copy_(module.weight)
+
+
+def _forget_features() -> None:
+    """Drop the features of images that SGLang keeps between requests: it computed them with the weights before the update."""
+    module: Any = sys.modules.get("sglang.srt.managers.mm_utils")
+    if (cache := getattr(module, "embedding_cache", None)) is not None:
+        cache.clear()
 
 
 def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from miles_sglang import compiling, frames, inside, record_files
 from miles_sglang.answers import Answer
+from miles_sglang.images import PackedBody
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.record_files import RecordReader
 from miles_sglang.spawn import WORKER, Spawned, spawn
@@ -108,6 +109,7 @@ class ProcessLink(Link):
         self._asking: socket.socket | None = None
         self._records: RecordReader | None = None
         self._generating = 0
+        self._sending = asyncio.Lock()
         self._up = False
         self._since = 0  # offset in the log of the current phase: startup, then serving
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
@@ -237,7 +239,7 @@ class ProcessLink(Link):
     async def generate(self, body: Mapping[str, Any]) -> Answer:
         self._generating += 1
         try:
-            answer = Answer.read(*await self._exchange("generate", body))
+            answer = Answer.read(*await self._ask_for(body))
             if self._records is None or "routes" not in answer.columns:
                 return answer
             return Answer(answer.meta, {**answer.columns, "routes": self._records.read(answer.columns["routes"])})
@@ -246,18 +248,30 @@ class ProcessLink(Link):
             if self._records is not None and not self._generating:
                 self._records.clear()
 
+    async def _ask_for(self, body: Mapping[str, Any]) -> tuple[Any, bytes]:
+        """Send a request. Those with images are processed and written one at a time, so that the pixels of few are in memory."""
+        if "image_data" not in body:
+            return await self._exchange("generate", body)
+        async with self._sending:
+            packed = PackedBody.of(body)
+            answer = self._exchange("generate", packed.body, packed.size)
+            await self._send(packed.payload)
+        return await answer
+
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        answer = self._exchange(endpoint, body, payload)
-        self._write()
-        if payload and self._writer is not None:
-            self._writer.write(payload)
-            with contextlib.suppress(ConnectionError):  # the reader fails too, and reports the cause
-                await self._writer.drain()
+        answer = self._exchange(endpoint, body, len(payload))
+        await self._send([payload] if payload else ())
         return (await answer)[0]
 
-    def _exchange(
-        self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b""
-    ) -> asyncio.Future[tuple[Any, bytes]]:
+    async def _send(self, payload: Sequence[bytes | memoryview]) -> None:
+        """Write the queued calls, and the bytes that belong to the last of them."""
+        self._write()
+        if payload and self._writer is not None:
+            self._writer.writelines(payload)
+            with contextlib.suppress(ConnectionError):  # the reader fails too, and reports the cause
+                await self._writer.drain()
+
+    def _exchange(self, endpoint: str, body: Mapping[str, Any], size: int = 0) -> asyncio.Future[tuple[Any, bytes]]:
         """Queue a call and return a future of its answer. Calls of one event loop iteration are written together."""
         if self._ended or self._writer is None:
             raise self._loss_error()
@@ -265,7 +279,7 @@ class ProcessLink(Link):
         self._pending[number] = answer = loop.create_future()
         if not self._written:
             loop.call_soon(self._write)
-        self._written.append(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
+        self._written.append(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, size))
         return answer
 
     def _write(self) -> None:

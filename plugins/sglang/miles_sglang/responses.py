@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core.data import SAMPLING_SUPPORT
+from miles_core.data import SAMPLING_SUPPORT, Media
 from miles_core.engine import Request, Response, Sampling
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
+from miles_sglang.images import ImageReader
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -59,6 +60,7 @@ class Translator:
         supports: whether SGLang can return sampling supports.
         seed: the run's seed for keyed sampling; None if SGLang seeds its sampling itself.
         versioned: whether SGLang's schedulers record the weight version of each token.
+        images: reads the images of requests; None if the run passes text only.
     """
 
     detokenize: Callable[[list[int]], str]
@@ -68,6 +70,7 @@ class Translator:
     supports: bool = True
     seed: int | None = None
     versioned: bool = False
+    images: ImageReader | None = None
 
     @property
     def fields(self) -> set[str]:
@@ -99,7 +102,30 @@ class Translator:
             "return_logprob": True,
             "return_sampling_mask": SAMPLING_SUPPORT.name in request.extras,
             "return_routed_experts": self.routing is not None and self.routing.field in request.extras,
+            **self._images(request.tokens, request.media),
         }
+
+    def score_body(self, tokens: Sequence[int], media: tuple[Media, ...], rid: str) -> dict[str, Any]:
+        """Return the body of ``generate`` that scores the tokens.
+
+        Raises:
+            MilesError: see ``ImageReader.find``, or the run passes text only.
+        """
+        return {
+            "rid": rid,
+            "input_ids": [int(t) for t in tokens],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            **self._images(tokens, media),
+        }
+
+    def _images(self, tokens: Sequence[int], media: tuple[Media, ...]) -> dict[str, Any]:
+        if not media:
+            return {}
+        if self.images is None:
+            raise MilesError("a request has images, and this engine was built for text; start the run with --media")
+        return {"image_data": self.images.find(tokens, media)}
 
     def _sampling(self, request: Request, max_new_tokens: int) -> dict[str, Any]:
         sampling = request.sampling

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
+from miles_sglang.images import FAMILIES, REFUSED
+from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
 
 #: Environment variable with a package whose models SGLang registers next to its own.
@@ -24,6 +29,8 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """Implements ``miles_core.plugin.Plugin.review``."""
     problems = (
         *_architecture(facts, model or {}),
+        *_images(facts),
+        *_python_path(facts),
         *_address(facts),
         *_draft(facts),
         *_tables(facts),
@@ -49,6 +56,40 @@ def _architecture(facts: Facts, model: Mapping[str, Any]) -> Iterator[Problem]:
     choices = ("engine", "sglang.model_impl")
     tries = [{"sglang.model_impl": "transformers"}]
     yield Problem("sglang", "a model that SGLang has", why, (described,), choices=choices, tries=lambda: tries)
+
+
+def _images(facts: Facts) -> Iterator[Problem]:
+    """Report a model whose images SGLang does not accept in the form in which the run passes them."""
+    kind = str(facts.value("model.type"))
+    if not facts.value("data.media") or facts.value("engine") != "sglang" or kind in FAMILIES:
+        return
+    why = REFUSED.get(kind, f"the run passes processed images to SGLang for {', '.join(FAMILIES)} only")
+    described = (describe_fact(facts.lookup("model.type")), describe_fact(facts.lookup("data.media")))
+    yield Problem(
+        "sglang",
+        "a model whose processed images SGLang takes",
+        f"{why}; use --engine embedded",
+        described,
+        choices=("engine",),
+    )
+
+
+def _python_path(facts: Facts) -> Iterator[Problem]:
+    """Report directories without a tested SGLang."""
+    path = facts.value("sglang.python_path")
+    if not path or facts.value("engine") != "sglang":
+        return
+    fact = describe_fact(facts.lookup("sglang.python_path"))
+    if facts.value("sglang.url"):
+        yield Problem(
+            "sglang", "no --sglang-url", "the run then starts no SGLang, and the directory has no effect", (fact,)
+        )
+        return
+    has = version(str(path))
+    if has is None or Version(has) not in SpecifierSet(TESTED):
+        found = f"it has SGLang {has}" if has else "it has no SGLang"
+        why = f"{found}: pip install --target DIR 'sglang{TESTED}'"
+        yield Problem("sglang", f"a directory with SGLang {TESTED}", why, (fact,), choices=("sglang.python_path",))
 
 
 def _gpus(facts: Facts) -> Iterator[Problem]:

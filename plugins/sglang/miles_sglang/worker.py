@@ -22,6 +22,7 @@ from typing import Any
 
 from miles_sglang import frames, inside, model_modules, record_files
 from miles_sglang.answers import Answer
+from miles_sglang.images import unpack
 from miles_sglang.request_batcher import RequestBatcher
 from miles_sglang.standby import VARIABLE, Pool
 
@@ -78,11 +79,11 @@ class Worker:
         """Send one frame to the run."""
         self.writer.writelines([frames.head(message, sum(piece.nbytes for piece in payload)), *payload])
 
-    async def generate(self, body: dict[str, Any], _: bytes) -> Answer:
+    async def generate(self, body: dict[str, Any], payload: bytes) -> Answer:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         result: dict[str, Any] = {}
-        async for out in self.manager.generate_request(GenerateReqInput(**body), None):
+        async for out in self.manager.generate_request(GenerateReqInput(**unpack(body, payload)), None):
             result = out
         refers = record_files.VARIABLE in os.environ  # the run reads the records
         return Answer.from_sglang(result, "uint8" if refers else os.environ.get(inside.VARIABLE, inside.WIDE))

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from miles_core.data import Encoded
+from miles_core.data import Encoded, Media
 from miles_core.engine import Engine, Request, Sampling
 from miles_embedded import load_model
 from miles_embedded.engine.build import end_tokens
@@ -31,6 +31,7 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
 from miles_sglang import inside, loader
 from miles_sglang.answers import Answer
+from miles_sglang.images import PackedBody
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.retraction import VERSIONS
 from miles_sglang.worker import Worker
@@ -60,6 +61,43 @@ def stand_in_for_sglang(monkeypatch: Any) -> None:
     module("sglang.srt.utils", MultiprocessingSerializer=Serializer)
 
 
+class ReceivedImages:
+    """The images of requests, as SGLang receives them: in place of the model's processor."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.merge = model, model.config.vision_config.spatial_merge_size
+        self.received: dict[Media, dict[str, torch.Tensor]] = {}
+        self.places: dict[tuple[Media, ...], list[np.ndarray]] = {}
+
+    def receive(self, tokens: list[int], image_data: list[dict[str, Any]]) -> tuple[Media, ...]:
+        """Split the one entry of a request into its images, as SGLang's processor of the Qwen-VL models does, and check its positions."""
+        (entry,) = image_data
+        assert entry["format"] == "processor_output"
+        grids, ids = entry["image_grid_thw"], torch.tensor([tokens])
+        features = [range(start, end + 1) for start, end in entry["offsets"]]
+        assert [len(f) for f in features] == (grids.prod(1) // self.merge**2).tolist()
+        kinds = torch.zeros_like(ids)
+        for f in features:
+            assert {tokens[i] for i in f} == {self.model.config.image_token_id}
+            kinds[0, f.start : f.stop] = 1
+        positions, delta = self.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+        assert torch.equal(entry["mrope_positions"], positions[:, 0]) and torch.equal(
+            entry["mrope_position_delta"], delta
+        )
+        found = []
+        for grid, pixels in zip(grids, entry["pixel_values"].split(grids.prod(1).tolist()), strict=True):
+            found.append(Media.of("image", pixels.numpy().tobytes()))
+            self.received[found[-1]] = {"pixel_values": pixels, "image_grid_thw": grid[None]}
+        self.places[tuple(found)] = [np.array(f) for f in features]
+        return tuple(found)
+
+    def inputs(self, media: Media) -> dict[str, torch.Tensor]:
+        return self.received[media]
+
+    def find_places(self, tokens: np.ndarray, placeholder: int, media: tuple[Media, ...]) -> list[np.ndarray]:
+        return self.places[media] if media else []
+
+
 class Manager:
     """A tokenizer manager. Requests of SGLang's context, which is a little longer than the run's, are lowered silently."""
 
@@ -70,13 +108,16 @@ class Manager:
         self.context = int(arguments["context_length"])
         running = int(arguments["max_running_requests"])
         self.end, self.detokenize = end_tokens(model, tokenizer), Detokenizer(tokenizer)
-        self.engine: Engine = EmbeddedEngine(
-            model,
-            Settings(self.detokenize, self.end, seed=7, max_running_requests=running, max_context=self.context),
-        )
+        self.images = ReceivedImages(model) if hasattr(model.model, "visual") else None
+        settings: dict[str, Any] = {
+            "max_running_requests": running,
+            "max_context": self.context,
+            "processor": self.images,
+        }
+        self.engine: Engine = EmbeddedEngine(model, Settings(self.detokenize, self.end, seed=7, **settings))
         self.tensors = load_file(checkpoint / "model.safetensors")
         self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
-        self.layers = model.config.num_hidden_layers
+        self.layers = model.config.get_text_config().num_hidden_layers
         self.rids: dict[str, int] = {}
         self.asked: list[int] = []  # tokens that each request for a response came with
         self.paused = False
@@ -114,8 +155,9 @@ class Manager:
         assert body.lora_path in (None, next(reversed(self.adapters), None)), "an adapter that is not the newest"
         parameters = body.sampling_params
         key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
+        media = self.images.receive(body.input_ids, body.image_data) if self.images and body.image_data else ()
         if parameters["max_new_tokens"] == 0:
-            (row,) = await self.engine.score([body.input_ids])
+            (row,) = await self.engine.score([body.input_ids], 1.0, [media])
             entries = [
                 (None, body.input_ids[0], None),
                 *((float(x), t, None) for x, t in zip(row, body.input_ids[1:], strict=False)),
@@ -140,7 +182,7 @@ class Manager:
         extras = ({support} if body.return_sampling_mask else set()) | (
             {ROUTES} if body.return_routed_experts else set()
         )
-        found = await self.engine.generate(Request(body.input_ids, sampling, key=key, extras=extras))
+        found = await self.engine.generate(Request(body.input_ids, sampling, key=key, extras=extras, media=media))
         meta: dict[str, Any] = {
             "output_token_logprobs": [(p, t, None) for p, t in zip(found.log_probs, found.tokens, strict=False)]
         }
@@ -293,7 +335,8 @@ class DoubleLink(Link):
         return await self.start()
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        answer = await self._send_request("generate", body)
+        packed = PackedBody.of(body)
+        answer = await self._send_request("generate", packed.body, b"".join(packed.payload))
         message, columns = answer.message()
         return Answer.read(json.loads(json.dumps(message)), b"".join(columns))
 

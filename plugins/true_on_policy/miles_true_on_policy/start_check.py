@@ -42,11 +42,9 @@ class StartCheck:
             return {}
         self._done.add(parts.policy.name)
         first = await self._generate(parts, [0])
-        samples = [*first, *await self._generate(parts, range(1, ROWS + 1))]
-        found = await parts.learner.log_probs(samples)
-        gaps = np.concatenate(
-            [np.abs(np.asarray(s.rollout_log_probs, np.float32) - row) for s, row in zip(samples, found, strict=True)]
-        )
+        generated = [*first, *await self._generate(parts, range(1, ROWS + 1))]
+        scored = await parts.learner.log_probs([sample for sample, _ in generated])
+        gaps = np.concatenate([np.abs(found - row) for (_, found), row in zip(generated, scored, strict=True)])
         if not gaps.any():
             log.info("engine and trainer compute the same bits: the gap is 0.0 for %d tokens", gaps.size)
             return {}
@@ -60,8 +58,10 @@ class StartCheck:
         log.warning("%s (--allow-mismatch was given)", message)
         return {}
 
-    async def _generate(self, parts: Any, rows: Any) -> list[Sample]:
-        """Generate a response to a prompt of random tokens for each row, all at once."""
+    async def _generate(self, parts: Any, rows: Any) -> list[tuple[Sample, np.ndarray]]:
+        """Generate a response to a prompt of random tokens for each row, all at once; the samples and the engine's log-probabilities.
+
+        Samples carry nothing that the engine recorded, so the trainer computes everything itself, its routes included."""
         config = self._run.config
         vocabulary = int(self._run.plan.fact("model.vocab_size") or len(self._run.tokenizer))
         context = int(config.rollout.max_context_len or self._run.plan.fact("model.context") or PROMPT + RESPONSE)
@@ -69,14 +69,14 @@ class StartCheck:
         longest = max(min(PROMPT, context - tokens), 1)
         sampling = Sampling(tokens, temperature=config.rollout.temperature, ignore_eos=True)
 
-        async def ask(row: int) -> Sample:
+        async def ask(row: int) -> tuple[Sample, np.ndarray]:
             length = 1 + row * (longest - 1) // ROWS
             prompt = np.random.default_rng(row).integers(0, vocabulary, length).tolist()
             response = await parts.serving.generate(
                 Request(prompt, sampling, key=_FIRST_KEY + row, group=row, policy=parts.policy.name)
             )
             sample = Sample(tokens=[*prompt, *response.tokens], index=row, group_index=row)
-            sample.response_length, sample.rollout_log_probs = len(response.tokens), list(response.log_probs)
-            return sample
+            sample.response_length = len(response.tokens)
+            return sample, np.asarray(response.log_probs, np.float32)
 
         return list(await asyncio.gather(*map(ask, rows)))

@@ -30,6 +30,11 @@ def test_equal_bits_are_logged(toy_run: Any, caplog: Any) -> None:
     assert "engine and trainer compute the same bits: the gap is 0.0 for 192 tokens" in caplog.text
 
 
+def test_with_r3_the_trainer_scores_what_has_no_routes(toy_run: Any, caplog: Any) -> None:
+    toy_run(["true_on_policy", "r3"], log_level="info", **OPTIONS)
+    assert "engine and trainer compute the same bits" in caplog.text
+
+
 def test_a_difference_stops_the_run_or_is_a_warning(toy_run: Any, rounded: None, caplog: Any) -> None:
     with pytest.raises(
         MismatchError, match=r"the log-probabilities of \d+ of 192 generated tokens differ between engine embedded"

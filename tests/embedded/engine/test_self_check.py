@@ -52,6 +52,15 @@ def test_afterwards_the_model_is_as_it_was(tmp_path):
     assert (model.config._attn_implementation, model.config._experts_implementation) == before
 
 
+def test_afterwards_an_attached_draft_of_another_family_is_as_it_was(tmp_path):
+    model = load_model(tiny_checkpoint("qwen3", tmp_path / "model"))
+    model.draft = load_model(tiny_checkpoint("llama", tmp_path / "draft")).model
+    before = dict(vars(model.draft.config))
+    with plain_forwards(model):
+        assert model.draft.config._attn_implementation == "eager"
+    assert vars(model.draft.config) == before
+
+
 def test_an_engine_is_checked_when_a_run_builds_it(toy_run, monkeypatch):
     seen = []
     monkeypatch.setattr("miles_embedded.engine.build.self_check", lambda model: seen.append(type(model).__name__))

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from miles_tools.report import samples
 from miles_tools.report.report import report
 from miles_tools.report.samples import browser
-from miles_tools.samples.files import rollout_file
+from miles_tools.samples.files import FILE
 
 EVIL = "</script><img src=x onerror=alert(1)>\u2028<!--\ud800"
 
@@ -31,7 +31,7 @@ def sample(index, **more):
 
 
 def keep(run_dir, step, rows, kind="train"):
-    path = rollout_file(run_dir, kind, step)
+    path = run_dir / FILE.format(kind, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress("".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode()))
 

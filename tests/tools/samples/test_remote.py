@@ -15,7 +15,7 @@ from miles_core.data.sample import Sample, Status
 from miles_core.errors import MilesError
 from miles_tools.samples import remote
 from miles_tools.samples import saver as module
-from miles_tools.samples.files import read_rollouts, rollout_file
+from miles_tools.samples.files import FILE, read_rollouts
 from miles_tools.samples.saver import SampleSaver
 from miles_workers import remote_sample
 from miles_workers.remote_sample import RemoteSample, heads, pack_samples, refer
@@ -189,7 +189,7 @@ def test_samples_exist_until_they_are_read(tmp_path):
             await saver.write_samples("train", 2, referred(3001))
             gc.collect()
             await asyncio.sleep(0.2)
-            assert not rollout_file(tmp_path, "train", 2).exists()
+            assert not (tmp_path / FILE.format("train", 2)).exists()
         finally:
             os.kill(stopped, signal.SIGCONT)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.algorithm.kl import KL_TYPES, kl_estimate
+from miles_core.algorithm.ratio import KL_TYPES, kl_estimate
 from miles_core.errors import ConfigError
 
 # d of the golden table is log pi - log pi_old with the sign turned: k3 there is e^x - 1 - x for x = -d.
