@@ -37,7 +37,7 @@ class LoraOptions:
     base_gpus: int = option(
         1,
         flag="--lora-base-gpus",
-        help="GPUs of this process among which the experts of a base in a number format are divided; the rest of the model, its cache and the "
+        help="GPUs of this process among which the experts of an INT4 base are divided; the rest of the model, its cache and the "
         "adapters are on the first",
         metavar="N",
         ge=1,
