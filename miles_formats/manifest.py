@@ -29,6 +29,7 @@ def format_plugin(
     version: str,
     core: str,
     hardware: Rule | None = None,
+    model: Rule | None = None,
     rollout_alone: bool = True,
     rollout_alone_recommends: tuple[Rule, ...] = (),
     experimental: bool = False,
@@ -45,19 +46,18 @@ def format_plugin(
         name: name of the plugin and of the format, as in ``--rollout-precision``.
         summary, version, core: as in ``Plugin``.
         format: ``"module:Class"``, a ``miles_formats.Format``.
-        hardware: requirement of the format's tensor cores, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
-            ``--emulate-precision`` waives it. None if the format works on any device.
+        hardware: requirement of its tensor cores, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``; ``--emulate-precision`` waives it.
+        model: requirement of the model of each policy in this format, e.g. ``Rule("model.moe", "it quantises experts only")``.
         rollout_alone: whether the engine may use the format while the trainer computes in BF16.
         rollout_alone_recommends: recommendations for that case.
         experimental: whether plans mark the format as experimental when both sides use it.
         both_when, both_because: condition under which the plugin sets the format on both sides, and the reason shown otherwise.
         more: further fields of ``Plugin``, such as ``format_error``, merged with those above. Unknown fields raise TypeError.
     """
-    rules = () if hardware is None else (replace(hardware, hardware=True),)
+    rules = (*([] if hardware is None else [replace(hardware, hardware=True)]), *([] if model is None else [model]))
     alone = (Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends),) if rollout_alone else ()
     pairs = (*alone, Pair(name, name, rules=rules, experimental=experimental), *more.pop("pairs", ()))
-    both = Set(name, when=both_when, because=both_because)
-    sides = ("rollout", "train")
+    both, sides = Set(name, when=both_when, because=both_because), ("rollout", "train")
     return Plugin(
         name=name,
         summary=summary,

@@ -5,6 +5,7 @@ layer), and ``miles train`` takes ``--steps`` GRPO steps in this process. Its me
 with a shared INT4 base and with separate plain models of the same values: losses, gradient norms and merged exports must have equal bits.
 
     python benchmarks/scale/shared_base.py --billions 60 --steps 20 --directory DIR --save      # one GPU with 80 GB; 34 GB of disk
+    python benchmarks/scale/shared_base.py --billions 100 --gpus 2 --directory DIR --save       # experts on two GPUs
     python benchmarks/scale/shared_base.py --tiny                                               # a rehearsal on a CPU, under a minute
 
 The checkpoint takes .52 bytes per parameter on the disk, and is deleted at the end unless ``--keep`` is given. The last line of the output is
@@ -161,6 +162,7 @@ def flags(given: argparse.Namespace, checkpoint: Path, steps: int) -> dict[str, 
         "max_tokens_per_gpu": 4096,
         "recompute_activations": True,
         "lora_rank": given.rank,
+        "lora_base_gpus": given.gpus if "small" not in checkpoint.name else None,
         "lora_target_modules": given.targets,
         "lr": 1e-4,
         "save_rollouts": False,
@@ -198,8 +200,8 @@ def train(given: argparse.Namespace, checkpoint: Path, parameters: int) -> dict[
 
     from miles_testing import toy_run
 
-    if given.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    for gpu in range(given.gpus if given.device == "cuda" else 0):
+        torch.cuda.reset_peak_memory_stats(gpu)
     started = time.perf_counter()
     options = {**flags(given, checkpoint, given.steps), **PRECISION}
     done = toy_run(["lora", "int4"], **options)
@@ -213,12 +215,13 @@ def train(given: argparse.Namespace, checkpoint: Path, parameters: int) -> dict[
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     models = [done.trainer.model, done.engine.model]
-    own, planned = weight_bytes(models), planned_bytes(done.run, checkpoint)
+    own, planned = weight_bytes(models), planned_bytes(done.run, checkpoint, given.gpus)
+    whole = planned_bytes(done.run, checkpoint, 1)["weights"]
     found |= {
         "weight_bytes": own,
         "bytes_per_parameter": round(own / parameters, 4),
-        "planned_bytes_per_parameter": round(planned["weights"] / parameters, 4),
-        "weights_over_plan": round(own / planned["weights"] - 1, 4),
+        "planned_bytes_per_parameter": round(whole / parameters, 4),
+        "weights_over_plan": round(own / whole - 1, 4),
         "planned": {name: round(value / 1e9, 3) for name, value in planned.items()},
     }
     if given.device == "cuda":
@@ -227,8 +230,14 @@ def train(given: argparse.Namespace, checkpoint: Path, parameters: int) -> dict[
             "gpu_peak_allocated_gb": round(peak / 1e9, 2),
             "gpu_peak_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
             "gpu_held_allocated_gb": round(torch.cuda.memory_allocated() / 1e9, 2),
+            "each_gpu_peak_allocated_gb": [
+                round(torch.cuda.max_memory_allocated(gpu) / 1e9, 2) for gpu in range(given.gpus)
+            ],
             "gpu_peak_per_parameter": round(peak / parameters, 4),
             "peak_over_plan": round((peak + planned["other"]) / planned["total"] - 1, 4),
+            "reserved_over_plan": round(
+                (torch.cuda.max_memory_reserved() + planned["other"]) / planned["total"] - 1, 4
+            ),
         }
     return found
 
@@ -246,16 +255,19 @@ def weight_bytes(models: Sequence[Any]) -> int:
     return sum(stored.values())
 
 
-def planned_bytes(run: Any, checkpoint: Path) -> dict[str, float]:
-    """The plan's bytes of the GPU: weights of trainer and engine, everything else by kind, and the total. The plan of a CPU run has no table of
-    memory, so a GPU is assumed."""
+def planned_bytes(run: Any, checkpoint: Path, gpus: int) -> dict[str, float]:
+    """The plan's bytes of the first of ``gpus`` GPUs: weights of trainer and engine, everything else by kind, and the total. The plan of a CPU run
+    has no table of memory, so a GPU is assumed."""
     from miles_core.plugin import Fact, Facts
     from miles_lora.memory import usage
 
     config = json.loads((checkpoint / "config.json").read_text())
-    facts = Facts(run.plan.facts)
-    if facts.value("model.device") == "cpu":
-        facts = facts.with_facts([Fact(name="model.device", value="cuda", origin="assumed")])
+    facts = Facts(run.plan.facts).with_facts(
+        [
+            Fact(name="model.device", value="cuda", origin="assumed"),
+            Fact(name="lora.base_gpus", value=gpus, origin="assumed"),
+        ]
+    )
     parts = [each.parts for each in usage(facts, config)]
     names = ("weights", "gradients", "optimizer", "activations", "cache", "other")
     return {name: sum(getattr(part, name) for part in parts) for name in names} | {"total": sum(p.total for p in parts)}
@@ -273,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", default="all-linear", help="as --lora-target-modules")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="divide the experts among this many GPUs of one process")
     parser.add_argument("--directory", help="where the checkpoints are written; a temporary directory by default")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--no-compare", action="store_true", help="leave out the small model")
@@ -299,7 +312,7 @@ def main() -> None:
         if not given.keep:
             for name in ("large", "small", "int4", "lora"):
                 shutil.rmtree(home / name, ignore_errors=True)
-    variant = f"{given.billions:g}b-{given.device}"
+    variant = f"{given.billions:g}b-{given.gpus}-gpus" if given.device == "cuda" else "cpu"
     finish("shared_base", result, given.save, lambda: installed("torch", "transformers", "miles-core"), variant)
 
 

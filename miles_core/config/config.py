@@ -170,8 +170,8 @@ class Config:
 
     def _switched_on(self, plugin: str) -> bool:
         """Whether a plugin is disabled, or enabled by one of its own flags instead of by its name."""
-        options = (o for o in self._schema.options.values() if o.owner == plugin and o.info.enables)
-        return plugin not in self.plugins or any(self._values[o.path] for o in options)
+        options = (o for o in self._schema.options.values() if o.owner == plugin)
+        return plugin not in self.plugins or any(o.enables_with(self._values[o.path]) for o in options)
 
     def for_policy(self, name: str, options: Mapping[str, Any] | None = None, hf_checkpoint: str = "") -> Config:
         """Return the configuration of one policy: this configuration with the policy's own values applied.

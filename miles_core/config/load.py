@@ -292,7 +292,7 @@ class _ConfigBuilder:
                 self.problems.append(f"{self.origins[PLUGINS]}: {foreign_flags.explain_plugin(spec, self.schema)}")
         for path, item in self.values.items():
             option = self.schema.options[path]
-            if option.info.enables and item not in (None, False):
+            if option.enables_with(item):
                 specs.setdefault(option.owner, option.owner)
                 origins.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
@@ -339,8 +339,7 @@ class _ConfigBuilder:
             last = given[-1]
             option = self.schema.options.get(path)
             owners = self.schema.flag_of(path).owners if option else (self.schema.owners[path.partition(".")[0]],)
-            off = self.values.get(path) in (None, False)
-            harmless = option is not None and off and option.info.enables
+            harmless = option is not None and option.info.enables and not option.enables_with(self.values.get(path))
             # an invalid value of an option that enables the plugin; already reported
             invalid = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
             if not (possible & set(owners) or not last.chosen or harmless or invalid):

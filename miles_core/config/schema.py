@@ -61,6 +61,11 @@ class Option:
     def fact(self) -> str:
         return self.info.fact or (self.name if self.group == ROOT else self.path)
 
+    def enables_with(self, value: Any) -> bool:
+        """Whether this value of the option enables its plugin: any except None, False, and a default of 0 or of no items."""
+        off = value is None or value is False or (not value and value == self.default)
+        return self.info.enables and not off
+
     @cached_property
     def inner(self) -> Any:
         """The type without ``| None``."""

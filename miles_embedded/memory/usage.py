@@ -24,6 +24,8 @@ LOGITS, LOGIT_BYTES = 1 << 26, 14
 CONTEXT, CHANNELS = 1.0e9, 1.0e9
 #: FP32 elements per bucket of the gradient reduction (``trainer.data_parallel``).
 BUCKET = 1 << 24
+#: Bytes per output of a projection that a layer with a recurrence keeps (measured: 20 to 38 for gated delta nets and Mamba-2).
+RECURRENT_BYTES = 28.0
 #: States kept per row, as ``engine.store``; each prompt has one more.
 VERSIONS = 2
 #: GPUs per machine if the number is unknown.
@@ -150,11 +152,25 @@ def activations(size: ModelSize, how: Training) -> float:
     A layer keeps the FP32 inputs and the outputs of two norms, queries, keys and values before and after rotation, the attention
     output, and gate, up, activated gate and product of the feed-forward layer.
     """
-    attended = size.attention / size.hidden
-    kept = 2 * (2 * size.hidden * how.width + 4 * size.hidden) + how.width * (1.5 * attended + 4 * size.active_ffn)
-    layers = size.layers * how.width * size.hidden + kept if how.recompute else size.layers * kept
+    kept = 2 * (2 * size.hidden * how.width + 4 * size.hidden) + how.width * 4 * size.active_ffn
+    attended, stateful = how.width * 1.5 * size.attention / size.hidden, state_activations(size, how.width)
+    if how.recompute:
+        layers = size.layers * how.width * size.hidden + kept + max(attended, stateful)
+    else:
+        layers = size.layers * kept + size.attending * attended + size.state_layers * stateful
     logits = LOGIT_BYTES * min(LOGITS, how.tokens * size.vocab)
     return float(how.tokens * (layers + 6 * how.width * size.hidden) + logits)
+
+
+def state_activations(size: ModelSize, width: int) -> float:
+    """Bytes per token that a layer with a state keeps for the backward pass.
+
+    A short convolution keeps its projections before and after it. A recurrence computes in float32; Transformers' own implementation, which runs
+    where no kernels are installed, keeps several copies. Not counted: the states between tokens, which the scan of Mamba-1 keeps too.
+    """
+    if size.state is None:
+        return 0.0
+    return (RECURRENT_BYTES if size.state.recurrent else 2 * width) * size.state.parameters / size.hidden
 
 
 def trainer_usage(facts: Facts, size: ModelSize) -> Usage:

@@ -35,6 +35,8 @@ from miles_embedded.model.grouped_experts import (
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import decoder_layers, put_forward
 
+#: Attribute of a module whose weights are divided among devices (``quantized.divided``); usually absent.
+DIVIDED = "divided_experts"
 _SILU = type(ACT2FN["silu"])
 
 
@@ -51,6 +53,9 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     Returns:
         [rows, hidden].
     """
+    if (divided := module.__dict__.get(DIVIDED)) is not None:
+        found: Tensor = divided(hidden_states, top_k_index, top_k_weights)
+        return found
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None

@@ -96,7 +96,7 @@ def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
         weight: [experts, n, m], one of the experts' weights.
     """
     if x.is_cuda:
-        return _gpu_has_grouped(x, weight)
+        return gpu_has_grouped(x, weight)
     return _cpu_has_grouped() and x.device.type == "cpu" and _is_few(x, index, weight)
 
 
@@ -186,7 +186,7 @@ def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
     return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
 
 
-def _gpu_has_grouped(x: Tensor, weight: Tensor) -> bool:
+def gpu_has_grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether a GPU has a grouped product for these operands: bfloat16, with rows of a multiple of 16 bytes."""
     return (
         x.dtype == weight.dtype == torch.bfloat16

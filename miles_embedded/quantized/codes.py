@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.precision.format import Format, Parts
-from miles_embedded.model.storage import put_codes
 from miles_embedded.model.views import View
 
 
@@ -67,14 +66,11 @@ class EncodedParameter:
             yield from stack.parts.values()
 
 
-def store_codes(
-    parameter: nn.Parameter, parts: Sequence[tuple[View, Encoded]], format: Format, device: torch.device
-) -> None:
-    """Store a parameter as the codes of its checkpoint tensors on ``device`` only."""
-    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+def encoded_parameter(like: Tensor, parts: Sequence[tuple[View, Encoded]], format: Format) -> EncodedParameter:
+    """Make the codes of a parameter from those of its checkpoint tensors, on the device of ``like``, whose storage is freed."""
     like.untyped_storage().resize_(0)
-    stacks = tuple(_stack(members, device) for members in _group(list(parts)))
-    put_codes(parameter, EncodedParameter(stacks, format, like), device)
+    stacks = tuple(_stack(members, like.device) for members in _group(list(parts)))
+    return EncodedParameter(stacks, format, like)
 
 
 def _group(parts: list[tuple[View, Encoded]]) -> list[list[tuple[View, Encoded]]]:

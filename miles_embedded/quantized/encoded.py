@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from miles_embedded.model.call import active_context
 from miles_embedded.model.storage import Codes, codes_of, mark_constant, put_codes
 from miles_embedded.model.views import View, group_coupled, sources, views
 from miles_embedded.quantized.activation import encoded_views
-from miles_embedded.quantized.codes import store_codes
+from miles_embedded.quantized.divided import install_divided, store_codes
 from miles_embedded.quantized.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
@@ -31,14 +32,14 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def encode_weights(
-    model: nn.Module, codec: Codec, device: torch.device | None = None, stored: StoredWeights | None = None
+    model: nn.Module, codec: Codec, devices: Sequence[torch.device] = (), stored: StoredWeights | None = None
 ) -> None:
     """Mark the parameters of ``model`` as constant, and store the weights to which the codec's format applies as codes only.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, or about to be.
         codec: must have a format.
-        device: device of the codes; the parameters' own by default.
+        devices: device of the codes; the parameters' own by default. Joined experts are divided among several (``quantized.divided``).
         stored: the checkpoint, if the parameters have no values yet. They are read and encoded one after the other; codes of this format
             are used as they are.
 
@@ -78,12 +79,14 @@ def encode_weights(
                 read.pop(view.source, None)
                 parameter = tensors[view.source]
                 assert isinstance(parameter, nn.Parameter)
-                store_codes(parameter, found.pop(view.source), codec.format, device or parameter.device)
+                store_codes(parameter, found.pop(view.source), codec.format, devices or [parameter.device])
     watch_codes(model)
 
 
-def read_weights(model: nn.Module, files: Any, codec: Codec) -> bool:
+def read_weights(model: nn.Module, files: Any, codec: Codec, devices: Sequence[torch.device] = ()) -> bool:
     """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values.
+
+    ``devices``: as for ``encode_weights``.
 
     Returns:
         whether the files have every tensor of the model under its own name. If not, the model is not changed.
@@ -93,7 +96,7 @@ def read_weights(model: nn.Module, files: Any, codec: Codec) -> bool:
     if lost is not None:
         log.info("the files have %s under another name, so the whole checkpoint is loaded before it is encoded", lost)
         return False
-    encode_weights(model, codec, stored=stored)
+    encode_weights(model, codec, devices, stored)
     return True
 
 
@@ -115,7 +118,9 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
 
 def watch_codes(model: nn.Module) -> None:
     """Let the modules of ``model`` decode the weights that are stored as codes."""
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if install_divided(path, module):
+            continue
         attributes = [n for n, p in module.named_parameters(recurse=False) if codes_of(p) is not None]
         if attributes:
             decoded = _Decoded(tuple(attributes))

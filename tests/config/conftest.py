@@ -18,6 +18,8 @@ class Replay:
 
     use_replay: bool = option(False, help="replay the routing", enables=True, aliases=("--use-routing-replay",))
     buffer_size: int = option(1024, flag="--replay-buffer-size", help="records kept in memory", ge=1)
+    rate: float | None = option(None, flag="--replay-rate", help="fraction that is replayed", enables=True)
+    bias: float = option(0.0, flag="--replay-bias", help="bias of a replay; 0 is none", enables=True)
 
 
 @dataclass(frozen=True)

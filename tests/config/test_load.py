@@ -88,6 +88,12 @@ def test_a_flag_of_the_backend_that_is_in_force_by_default_is_accepted(loaded):
     assert loaded("--sharding-strategy", "no_shard").embedded.sharding_strategy == "no_shard"
 
 
+def test_zero_is_a_value_that_enables(loaded):
+    config = loaded("--replay-rate", "0")
+    assert config.requested == {"replay": "--replay-rate 0"} and config.plugin("replay").rate == 0.0
+    assert loaded("--replay-bias", "0").plugins == (), "the default is no change"
+
+
 def test_disabling_flags_do_not_enable(loaded):
     assert loaded("--no-use-replay").plugins == ()
 

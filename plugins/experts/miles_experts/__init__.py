@@ -5,7 +5,6 @@ from miles_experts.config import ExpertsConfig
 
 __version__ = "0.1.0"
 
-_EMBEDDED = "it changes Transformers' modules, which only the embedded trainer runs"
 _OWN_COPY = "a model that engine and trainer share would decode with weights that travel from host memory at every step"
 
 plugin = Plugin(
@@ -25,7 +24,9 @@ plugin = Plugin(
         Rule(
             "trainer == embedded",
             when="experts.offload",
-            because=f"{_EMBEDDED}; Megatron-Core keeps optimizer states in host memory with --optimizer-cpu-offload",
+            because="Megatron-Core holds the weights and the gradients of all experts of a rank in contiguous buffers on the GPU, which gradient "
+            "reduction and optimizer use whole, so a layer's experts cannot leave it; divide them among GPUs (--expert-model-parallel-size), and "
+            "keep their optimizer state in host memory (--optimizer-cpu-offload)",
         ),
         Rule(
             "train.precision == bf16",

@@ -43,6 +43,14 @@ def test_a_drop_policy_without_a_capacity_is_refused(plan):
         plan(["experts"], moe_token_drop_policy="position")
 
 
+def test_megatron_keeps_experts_on_the_gpu_and_the_refusal_says_what_to_do(plan):
+    given = {"trainer": "megatron", "facts": ["hardware=8xH200", "model.type=qwen3_moe"], "runtime": "ray"}
+    with pytest.raises(
+        PlanError, match=r"contiguous buffers(?s:.*)--expert-model-parallel-size(?s:.*)--optimizer-cpu-offload"
+    ):
+        plan(offload_experts=True, **given)
+
+
 def test_several_ranks_do_not_offload(plan):
     with pytest.raises(PlanError, match="one trainer rank"):
         plan(offload_experts=True, runtime="ray", actor_num_gpus_per_node=2)

@@ -34,6 +34,14 @@ class LoraOptions:
         help="merged: the engine receives base plus adapters as ordinary weights; adapter: it loads the base itself, receives only "
         "adapters, and applies them next to the base",
     )
+    base_gpus: int = option(
+        1,
+        flag="--lora-base-gpus",
+        help="GPUs of this process among which the experts of an INT4 base are divided; the rest of the model, its cache and the "
+        "adapters are on the first",
+        metavar="N",
+        ge=1,
+    )
     export: Literal["merged", "adapter"] = option(
         "merged",
         flag="--lora-export",
@@ -74,6 +82,11 @@ plugin = Plugin(
             "adapter",
             when="train.precision != bf16 and rollout.precision != bf16 and engine == embedded and trainer == embedded",
             because="engine and trainer read the same codes of the frozen base and add the adapters unrounded",
+        ),
+        "embedded.disable_cuda_graph": Set(
+            True,
+            when="lora.base_gpus > 1",
+            because="a layer whose experts are on several GPUs waits for the host once, which no CUDA graph records",
         ),
     },
     requires=(
@@ -123,6 +136,28 @@ plugin = Plugin(
             "precision.warmup_steps == 0",
             when="lora.sync == adapter and rollout.precision != bf16",
             because="the base is stored in the number format only, so it cannot be BF16 during a warm-up",
+        ),
+        *(
+            Rule(needs, when="lora.base_gpus > 1", because=because)
+            for needs, because in (
+                (
+                    "runtime == inline",
+                    "one process holds the codes on all GPUs; several processes would each need all of them",
+                ),
+                ("not colocate", "engine and trainer compute with the same codes, so neither can release them"),
+                ("engine == embedded", "only the embedded engine computes with experts on several GPUs of its process"),
+                (
+                    "trainer == embedded",
+                    "only the embedded trainer computes with experts on several GPUs of its process",
+                ),
+                (
+                    "train.precision == int4",
+                    "the codes of experts are divided, and other formats also round the inputs of products",
+                ),
+                ("rollout.precision == int4", "engine and trainer share the codes"),
+                ("model.moe", "only experts are divided, and a dense model has none"),
+                ("not plugin.true_on_policy", "its products run on one GPU"),
+            )
         ),
     ),
     recommends=(

@@ -34,8 +34,9 @@ def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
     if key in known and shares(run):
         model = load_checkpoint(run, policy, partial(_share, known[key]))
     elif codec.format is not None:
-        reduce = partial(encode_weights, codec=codec, device=_device(options.device))
-        model = load_checkpoint(run, policy, partial(read_weights, codec=codec), reduce)
+        devices = _devices(options.device, config.plugin("lora").base_gpus)
+        encode = partial(encode_weights, codec=codec, devices=devices)
+        model = load_checkpoint(run, policy, partial(read_weights, codec=codec, devices=devices), encode)
     else:
         model = load_checkpoint(run, policy)
     mark_constant(model.parameters(), streamed=False)
@@ -49,10 +50,13 @@ def _share(owner: nn.Module, model: nn.Module, files: object) -> bool:
     return True
 
 
-def _device(name: str) -> torch.device:
+def _devices(name: str, count: int) -> list[torch.device]:
+    """Return the devices of the codes: the run's first, then the other GPUs. On a CPU all are the same."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    if name != "cuda" or count == 1:
+        return [torch.device(name)] * count
+    return [torch.device(name, number) for number in range(count)]
 
 
 def codec_of(run: Run, policy: Policy, role: str) -> Codec:

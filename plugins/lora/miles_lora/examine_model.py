@@ -34,6 +34,11 @@ def examine(config: Any, weights: bool) -> None:
             f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "
             "only; send merged weights (--lora-sync merged), or leave the experts out"
         )
+    if experts and options.base_gpus > 1:
+        raise ConfigError(
+            f"--lora-base-gpus {options.base_gpus}: {experts[0].name} ({FLAG}) joins experts, which are divided as codes without adapters; leave the "
+            "experts out (--lora-target-modules all-linear), or use one GPU"
+        )
     if config.run.trainer == "megatron":
         _check_stacked(model, experts)
     if experts and options.dropout:

@@ -15,6 +15,7 @@ from miles_core.plugin.detect import config_facts
 from miles_embedded import size_of
 from miles_embedded.testing import families
 from miles_lora.memory import adapter_parameters
+from miles_lora.targets import find_targets
 from miles_testing import plan, toy_run
 
 pytest.importorskip("peft")
@@ -141,4 +142,55 @@ def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
         made = sum(weight.numel() for key, weight in adapted.named_parameters() if "lora_" in key)
         given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
         facts = Facts([*config_facts(config.to_dict()), *given])
-        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 7 * made
+        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 8 * made
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("all-linear", "all-experts")])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "olmo_hybrid", "bamba"])
+def test_adapters_of_narrow_matrices_are_not_estimated_too_small(family, targets):
+    """The inner sizes of shared and routed experts and of states are a small part of the hidden size."""
+    name, values = families.FAMILIES[family]
+    config = getattr(transformers, name)(**values | {"hidden_size": 8 * values["hidden_size"]})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    chosen = targets if families.FAMILIES[family][1].get("num_experts") else ("all-linear",)
+    shapes = [getattr(target.module, target.attribute).shape for target in find_targets(model, chosen)]
+    made = 4 * sum((shape[0] if len(shape) == 3 else 1) * (shape[-1] + shape[-2]) for shape in shapes)
+    facts = Facts([*config_facts(config.to_dict()), Fact("lora.rank", 4, ""), Fact("lora.target_modules", chosen, "")])
+    assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 3 * made
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, tmp_path):
+    """671 and 1,030 billion parameters on 8 x H200: refused with the flag that divides the experts, and accepted with it."""
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config.pop("auto_map", None)
+    config.pop("quantization_config", None)
+    # Kimi-K2 has the architecture of DeepSeek-V3 under a name that needs the checkpoint's own code
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+    given = {
+        "plugins": ["lora", "int4"],
+        "facts": ["hardware=8xH200"],
+        "hf_checkpoint": tmp_path,
+        "device": "cuda",
+        "recompute_activations": True,
+        "lora_target_modules": "all-linear",
+        "rollout_max_context_len": 4096,
+        "kv_cache_dtype": "float8_e4m3fn",
+        "max_running_requests": 4,
+        "max_tokens_per_gpu": 8192,
+        "train_precision": "int4",
+        "rollout_precision": "int4",
+    }
+    with pytest.raises(PlanError, match=r"(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
+        plan(**given)
+    text = str(plan(**given, lora_base_gpus=8))
+    assert "one copy of the frozen base is held, with experts on 8 GPUs" in text
+    assert "experts are divided among 8 GPUs, and each of the others needs" in text
+    assert "GB with gradients and optimizer state" in text and "the host holds one of its parameters at a time" in text
+    with pytest.raises(PlanError, match="16 GPUs"):
+        plan(**given, lora_base_gpus=16)
+    more = given | {"lora_base_gpus": 8, "rollout_max_context_len": 8192, "max_running_requests": 64}
+    with pytest.raises(PlanError, match=r"this would do:\s+--max-running-requests \d+$") as refused:
+        plan(**more)
+    plan(**more | {"max_running_requests": int(str(refused.value).split()[-1])})

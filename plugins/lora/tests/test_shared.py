@@ -7,13 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.plugin import MilesError
 from miles_embedded import codes_of, load_model, read_weights
 from miles_formats import FormatCodec
 from miles_formats.convert.conversion import run as convert
 from miles_formats.convert.encode import to_format
 from miles_int4.format import Int4
 from miles_lora import base
-from miles_testing import tiny_checkpoint, toy_run
+from miles_testing import plan, tiny_checkpoint, toy_run
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
 INT4 = {"train_precision": "int4", "rollout_precision": "int4", "int4_group_size": 32, "emulate_precision": True}
@@ -89,3 +90,35 @@ def test_a_plain_checkpoint_is_encoded_parameter_by_parameter(stored, tmp_path, 
         else:
             assert all(torch.equal(a, b) for a, b in zip(codes.tensors(), codes_of(other).tensors(), strict=True))
     assert all(torch.equal(b, models[1].get_buffer(n)) for n, b in models[0].named_buffers())
+
+
+def test_experts_on_several_devices_train_as_on_one(stored, tmp_path):
+    """The number of devices changes no bit; codes of a layer are on as many devices, in one copy for engine and trainer."""
+    results = []
+    for count in (1, 2, 4):
+        out = tmp_path / str(count)
+        options = {"hf_checkpoint": stored, "lora_target_modules": "all-linear", "lora_base_gpus": count, **INT4}
+        done = toy_run(["lora", "int4"], steps=2, lr=1e-2, verify_logprobs=True, export_hf=out, **options)
+        trainer, engine = done.trainer.model, done.engine.model
+        name = "model.layers.1.mlp.experts.down_proj"
+        codes = codes_of(trainer.get_parameter(name))
+        assert codes is codes_of(engine.get_parameter(name)) and len(getattr(codes, "parts", "1")) == count
+        names = ("train/loss", "train/grad_norm", "train/lora_delta_norm", "verify/abs_log_prob")
+        assert all(m["verify/abs_log_prob"] < 1e-5 for m in done.metrics)
+        results.append(([[m[n] for n in names] for m in done.metrics], load_file(out / "model.safetensors")))
+    (whole, its), (two, mine), (four, other) = results
+    assert two == four and all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+    assert [m[1] for m in two] == pytest.approx([m[1] for m in whole], rel=1e-4)
+    assert all(torch.allclose(tensor, its[name], atol=1e-3) for name, tensor in mine.items())
+
+
+def test_devices_of_experts_need_experts_codes_and_one_process():
+    for options, why in (
+        ({"plugins": ["lora"], "lora_sync": "adapter"}, "other formats also round the inputs"),
+        ({"plugins": ["lora", "int4"], **INT4, "family": "llama"}, "only experts are divided"),
+        ({"plugins": ["lora", "int4"], **INT4, "colocate": True}, "neither can release them"),
+    ):
+        with pytest.raises(MilesError, match=why):
+            plan(**{"lora_base_gpus": 2, **options})
+    with pytest.raises(MilesError, match="divided as codes without adapters"):
+        toy_run(["lora", "int4"], lora_base_gpus=2, lora_target_modules="all-experts", sizes=SIZES, **INT4)

@@ -19,6 +19,10 @@ plugin = format_plugin(
     rounds_inputs=True,
     config=Nvfp4Config,
     hardware=Rule("gpu.sm >= 100", "E2M1 GEMMs need Blackwell or later"),
+    model=Rule(
+        "model.moe",
+        "NVFP4 quantises expert matrices only, and a dense model has none; use bf16 (as train_precision and rollout_precision of a dense teacher)",
+    ),
     rollout_alone=False,
     experimental=True,
     notes={
@@ -29,11 +33,4 @@ plugin = format_plugin(
     },
     both_when="nvfp4.recipe == nvfp4",
     both_because="--fp4-recipe nvfp4 is NVFP4 on both sides",
-    requires=(
-        Rule(
-            needs="model.moe",
-            when="rollout.precision == nvfp4",
-            because="NVFP4 quantises expert matrices only, and a dense model has none",
-        ),
-    ),
 )

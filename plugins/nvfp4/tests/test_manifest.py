@@ -2,7 +2,7 @@ import pytest
 
 from miles_core.plugin import ConfigError, PlanError
 from miles_nvfp4 import plugin
-from miles_testing import FormatPluginContract
+from miles_testing import FormatPluginContract, toy_files
 
 BOTH = {"rollout_nvfp4": True, "train_nvfp4": True}
 
@@ -30,8 +30,19 @@ def test_other_recipes_and_element_types_are_refused(plan):
 
 
 def test_a_dense_model_is_refused(plan):
-    with pytest.raises(PlanError, match=r"nvfp4 needs model\.moe"):
+    with pytest.raises(PlanError, match=r"needs model\.moe"):
         plan(family="qwen3", **BOTH, emulate_precision=True)
+
+
+def test_a_dense_teacher_is_refused_in_nvfp4(plan, tmp_path):
+    """The precision of a run is that of its teachers, too, unless the file gives them another one."""
+    dense, file = toy_files("llama") / "model", tmp_path / "policies.yaml"
+    text = "policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: '{}'{}}}}}"
+    file.write_text(text.format(dense, ""))
+    with pytest.raises(PlanError, match=r"of teacher needs model\.moe(?s:.*)rollout_precision of a dense teacher"):
+        plan(["distillation"], config=file, **BOTH, emulate_precision=True)
+    file.write_text(text.format(dense, ", train_precision: bf16, rollout_precision: bf16"))
+    plan(["distillation"], config=file, **BOTH, emulate_precision=True)
 
 
 def test_a_plan_says_what_emulation_costs(plan):

@@ -33,18 +33,21 @@ def search_layouts(argv: Sequence[str]) -> int:
         from miles_planner.launch.command import check_options
 
         check_options(options)
+    from miles_planner.one_process import find_in_one_process
     from miles_planner.search import search
     from miles_planner.show import command_of, describe
 
     task, config, notes = make_task(options, rest, command)
     result = search(task, options.top)
+    if not result.best:
+        result = replace(result, one_process=tuple(find_in_one_process(rest, collect_facts(options))))
     print(describe(task, result, config, rest, notes, as_json=options.json))
     if options.launch and result.best:
         from miles_planner.launch.command import write_file
 
         words = shlex.split(command_of(result.best[0], config, rest))
         print(write_file(options, words[2:]), file=sys.stderr)
-    return 0 if result.best else 2
+    return 0 if result.best or result.one_process else 2
 
 
 def make_search_parser() -> CommandParser:

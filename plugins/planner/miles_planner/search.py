@@ -54,6 +54,7 @@ class Result:
         refused: problem -> number of fast combinations that the plan refused for it.
         misfits: why no layout of a side fits; empty if some do.
         own: the run as typed.
+        one_process: if no layout is accepted, commands of accepted runs in one process.
         relaxed: options that the user set and that the layouts of ``best`` may change: nothing faster, or nothing at all, keeps them.
     """
 
@@ -64,6 +65,7 @@ class Result:
     misfits: tuple[str, ...]
     own: Own
     relaxed: tuple[str, ...] = ()
+    one_process: tuple[str, ...] = ()
 
 
 def search(task: Task, count: int) -> Result:

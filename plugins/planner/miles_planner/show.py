@@ -48,6 +48,7 @@ def describe(
             "relaxed": list(result.relaxed),
             "refused": dict(result.refused),
             "misfits": list(result.misfits),
+            "one_process": list(result.one_process),
             "assumed": list(notes),
         }
         return json.dumps(content, indent=1)
@@ -65,9 +66,12 @@ def describe(
             "",
         ]
     if not result.best:
-        lines.append("no layout fits:")
+        lines.append("no layout of several processes fits:" if result.one_process else "no layout fits:")
         lines += [f"  {why}" for why in result.misfits]
         lines += [f"  {problem} (the reason for {times} combinations)" for problem, times in result.refused.items()]
+    if result.one_process:
+        lines += ["", "one process fits, without an estimate of its time (see its memory with miles plan):"]
+        lines += [f"    {command}" for command in result.one_process]
     compared = own.time if own and not result.own.refused else None
     for number, (found, command, changes) in enumerate(zip(result.best, commands, changed, strict=True), 1):
         lines += _paragraph(number, found, task, compared)

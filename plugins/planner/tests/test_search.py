@@ -10,6 +10,7 @@ from miles_core.cli.plan import run as plan
 from miles_core.config.load import load
 from miles_core.plugin import ConfigError
 from miles_core.run.prepare import prepare
+from miles_planner.one_process import find_in_one_process
 
 ROOT = Path(__file__).parents[3]
 BATCH = ["--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8192"]
@@ -259,6 +260,25 @@ def test_the_reason_names_what_does_not_fit(checkpoint, capsys, hardware, option
     assert plan(["--search", *argv]) == 2
     text = capsys.readouterr().out.partition("no layout fits:")[2]
     assert all(message in text for message in messages) and absent not in text, text
+
+
+def test_a_model_that_fits_only_in_one_process_is_found(checkpoint, capsys):
+    """Adapters over an INT4 base on 8 x H200; the checkpoint's own code is not needed for the memory."""
+    folder = Path(checkpoint("kimi-k2"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("auto_map", None)
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": None, "model_type": "deepseek_v3"})
+    )
+    argv = ["--hf-checkpoint", str(folder), "--plugins", "lora,int4", "--recompute-activations"]
+    argv += ["--train-precision", "int4", "--rollout-precision", "int4", "--lora-target-modules", "all-linear"]
+    code, result = run_search(capsys, *argv, "--hardware", "8xH200", "--rollout-max-context-len", "4096")
+    assert code == 0 and not result["best"] and result["misfits"]
+    (command,) = result["one_process"]
+    assert "--lora-base-gpus 8" in command
+    prepare(load(shlex.split(command)[2:]), ["hardware=8xH200"])
+    for other in (["--engine", "sglang"], ["--sglang-mem-fraction-static", "0.5"]):
+        assert not list(find_in_one_process([*argv, *other], ["hardware=8xH200"])), "what the user chose is kept"
 
 
 @pytest.mark.parametrize(

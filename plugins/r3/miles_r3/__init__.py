@@ -32,9 +32,16 @@ plugin = Plugin(
         ),
         Rule(needs="model.moe", because="there is no router to replay in a dense model"),
         Rule(
-            needs="engine == embedded and trainer == embedded",
+            needs="engine == embedded",
             when="r3.deterministic",
-            because="both sides must choose experts by the same rule, which only the embedded engine and trainer implement",
+            because="both sides must choose experts by the same rule, and other engines choose in fused kernels, from logits in the model's dtype; "
+            "leave the flag out: r3 replays what the engine chose, whichever way a tie went",
+        ),
+        Rule(
+            needs="trainer == embedded",
+            when="r3.deterministic",
+            because="both sides must choose experts by the same rule, and Megatron-Core's router has its own, with sums over experts in the order of "
+            "its permutation kernels; leave the flag out: r3 replays the engine's choices in its routers",
         ),
     ),
     before=("tis",),

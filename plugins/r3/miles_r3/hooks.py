@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.data import Batch, Sample
-from miles_core.plugin import DataError, PluginError, hookimpl
+from miles_core.plugin import DataError, PluginError, Policy, hookimpl
 from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
 from miles_r3 import ROUTES
@@ -46,9 +46,11 @@ class R3:
             run.fields = tuple(self.field if spec == ROUTES else spec for spec in run.fields)
 
     @hookimpl
-    def on_model(self, model: nn.Module, role: str) -> None:
+    def on_model(self, policy: Policy, model: nn.Module, role: str) -> None:
         tapped = ("rollout", "train", "shared", *(("ref",) if self.options.deterministic else ()))
-        if role in tapped and is_embedded(model):
+        if (
+            policy.generates and role in tapped and is_embedded(model)
+        ):  # no routes belong to a teacher, which may be dense
             tap(model, self.options.deterministic)
 
     @hookimpl

@@ -54,6 +54,12 @@ def test_engine_and_trainer_agree_in_a_run(toy_run, family):
         assert record["r3/routers_differing"] == 0 and record["mismatch/abs_log_prob"] < 1e-4
 
 
+def test_megatron_has_its_own_rule_and_the_refusal_says_what_to_do():
+    given = {"trainer": "megatron", "facts": ["hardware=8xH200", "model.type=qwen3_moe"], "runtime": "ray"}
+    with pytest.raises(PlanError, match=r"Megatron-Core's router(?s:.*)r3 replays the engine's choices"):
+        plan(["r3"], deterministic_expert_routing=True, **given)
+
+
 def test_other_backends_cannot_be_told_to(tmp_path):
     path = tmp_path / "elsewhere.py"
     path.write_text(

@@ -3,7 +3,7 @@ import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_core.plugin import PluginError
+from miles_core.plugin import PluginError, Policy
 from miles_core.trainer import Context
 from miles_embedded import decoder_layers
 from miles_embedded.model.load import NAME, prepare
@@ -11,6 +11,7 @@ from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, moe_blocks, tap
 from miles_r3.hooks import R3, disagreement
+from miles_testing import toy_files, toy_run
 
 COMMON = {
     "vocab_size": 32,
@@ -190,17 +191,24 @@ def test_a_dense_model_is_refused():
 )
 def test_only_the_policys_models_are_tapped(role, tapped):
     model = make("Qwen3Moe", tapped=False)
-    R3(R3Config()).on_model(model, role)
+    R3(R3Config()).on_model(Policy(), model, role)
     call = CausalCall("rollout")
     run(model, call)
     assert (ROUTES.name in call.ctx.extras) == tapped
     assert OWN not in call.ctx.attached
 
 
+def test_a_teacher_is_not_tapped_and_may_be_dense(tmp_path):
+    dense, file = toy_files("llama") / "model", tmp_path / "policies.yaml"
+    file.write_text(f"policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: '{dense}'}}}}")
+    (record,) = toy_run(["r3", "distillation"], steps=1, config=file).metrics
+    assert record["r3/routers_differing"] < 0.1
+
+
 def test_modules_that_another_backend_made_are_left_to_it():
     model = make("Qwen3Moe", tapped=False)
     model.config._attn_implementation = "eager"
-    R3(R3Config()).on_model(model, "train")
+    R3(R3Config()).on_model(Policy(), model, "train")
     model.config._attn_implementation = NAME
     call = CausalCall("rollout")
     run(model, call)

@@ -197,9 +197,13 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
     plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options)
     with pytest.raises(PlanError, match="draft"):
         plan(["speculative"], **options)
-    for other in ({"spec_lookahead": "3"}, {"spec_topk": 2}, {"profile_speculative": True}):
+    for other in ({"spec_lookahead": "3"}, {"spec_topk": 2}):
         with pytest.raises(PlanError, match="drafting on the embedded engine"):
             plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options, **other)
+    with pytest.raises(
+        PlanError, match=r"reports neither the seconds(?s:.*)tokens_per_second of a run with drafts and one"
+    ):
+        plan(["speculative"], sglang_speculative_algorithm="NEXTN", profile_speculative=True, **options)
 
 
 def test_a_draft_of_its_own_is_trained_here_and_drafts_there(plan):

@@ -126,10 +126,15 @@ plugin = Plugin(
             "--sglang-speculative-num-steps and --sglang-speculative-eagle-topk",
         ),
         Rule(
-            needs="not speculative.draft_model_path and not speculative.profile",
+            needs="not speculative.draft_model_path",
             when="engine != embedded",
-            because="--draft-model-path and --profile-speculative configure drafting on the embedded engine; SGLang has "
-            "--sglang-speculative-draft-model-path",
+            because="--draft-model-path configures drafting on the embedded engine; SGLang has --sglang-speculative-draft-model-path",
+        ),
+        Rule(
+            needs="not speculative.profile",
+            when="engine != embedded",
+            because="SGLang reports neither the seconds of drafting and verifying nor steps without drafts; leave the flag out, and compare "
+            "rollout/tokens_per_second of a run with drafts and one without",
         ),
     ),
     panels=(
@@ -182,6 +187,16 @@ plugin = Plugin(
             "decoding with drafts is slower than without ({metric} {value})",
             "use --spec-lookahead auto, profile the decoding (--profile-speculative), and use a draft of a quarter to a tenth of the "
             "policy's size",
+            unless=(("speculative/best_speedup", below(1.0)),),
+            when="plugin.speculative",
+        ),
+        Hint(
+            "drafts-cannot-pay",
+            "speculative/best_speedup",
+            below(1.0),
+            "decoding with drafts would be slower than without even if every draft were kept ({metric} {value})",
+            "training the draft cannot help: decode without drafts (leave the plugin out), with fewer sequences at once "
+            "(--max-running-requests), whose steps leave the device idle, or with a cheaper draft",
             when="plugin.speculative",
         ),
     ),

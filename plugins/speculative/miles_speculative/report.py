@@ -41,7 +41,8 @@ def rates(counts: Mapping[str, float]) -> dict[str, float]:
 
     Returns:
         ``lookahead``: mean number of drafts; ``accept_rate``: share of drafts kept; ``accept_length``: tokens per step with drafts;
-        ``accepted_to_D``: share of drafts kept at depth D; ``speedup``: factor relative to decoding without drafts.
+        ``accepted_to_D``: share of drafts kept at depth D; ``speedup``: factor relative to decoding without drafts; ``best_speedup``: the
+        factor if every draft had been kept, at the same cost.
     """
     found: dict[str, float] = {}
     if counts["decode_steps"]:
@@ -55,6 +56,8 @@ def rates(counts: Mapping[str, float]) -> dict[str, float]:
     # the speed-up is representative only if most of the time can be compared
     if counts["compared_seconds"] > counts["decode_seconds"] / 2:
         found["speedup"] = counts["plain_seconds"] / counts["compared_seconds"]
+        rejected = counts["drafted"] * (1 - found.get("accept_rate", 1.0))
+        found["best_speedup"] = found["speedup"] * (1 + rejected / _tokens(counts))
     return found
 
 

@@ -4,7 +4,10 @@ import random
 
 import pytest
 
+from miles_core.observe.hints import review
+from miles_speculative import plugin
 from miles_speculative.acceptance import Acceptance
+from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Auto
 from miles_speculative.report import summarise
 
@@ -81,3 +84,30 @@ def test_what_an_engine_says_of_drafts_of_its_own_is_in_the_report():
     summarise(metrics)
     assert metrics.pop("speculative/accept_rate") == 0.5 and metrics.pop("speculative/accepted_to_1") == 0.7
     assert not [name for name in metrics if name.startswith("speculative")]
+
+
+class Row:
+    def __init__(self):
+        self.metrics = {}
+
+
+@pytest.mark.parametrize(
+    ("cost", "hints"),
+    [(5.0, {"drafts-cannot-pay"}), (2.0, {"slow-speculation"}), (1.1, set())],
+    ids=["too dear", "too seldom kept", "sound"],
+)
+def test_a_hint_says_when_drafts_cannot_pay(cost, hints):
+    """Steps with two drafts of which a quarter are kept, for ``cost`` plain steps each, next to plain steps."""
+    ledger, row = Ledger(2), Row()
+    ledger.begin(row)
+    for i in range(40):
+        kept = [2] if i % 4 == 0 else [0]
+        ledger.count([row], 2, [2], kept)
+        ledger.spend([row], cost, 1.0, kept)
+    ledger.end(row)
+    metrics = {f"engine/{name}": value for name, value in row.metrics.items()}
+    summarise(metrics)
+    assert metrics["speculative/best_speedup"] == pytest.approx(3 / cost)
+    assert metrics["speculative/speedup"] == pytest.approx(1.5 / cost)
+    found = review([{"step": i, **metrics} for i in range(5)], plugin.hints)
+    assert {advice.hint.name for advice in found} - {"low-acceptance"} == hints

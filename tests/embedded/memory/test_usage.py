@@ -1,5 +1,6 @@
 """What the embedded trainer and engine hold, by hand and against the trainer itself; plans that cannot fit are refused."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -7,12 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from miles_core.plugin import CheckpointError, Facts, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.facts import Fact
 from miles_embedded.memory.model_size import model_size
-from miles_embedded.memory.usage import Training, activations, engine_usage, trainer_parts, training_of
+from miles_embedded.memory.state_size import StateSize
+from miles_embedded.memory.usage import (
+    Training,
+    activations,
+    engine_usage,
+    state_activations,
+    trainer_parts,
+    training_of,
+)
+from miles_embedded.testing import families
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -55,6 +66,44 @@ def test_no_shard_keeps_all_and_full_shard_a_share():
 def test_recomputation_keeps_the_inputs_of_layers():
     kept, recomputed = (activations(SIZE, Training(2, 1, False, 1000, again, False)) for again in (False, True))
     assert recomputed < kept / 4
+
+
+def test_only_layers_that_attend_keep_what_attention_keeps():
+    plain = dataclasses.replace(SIZE, state=StateSize(0, 0, SIZE.hidden), state_layers=0)
+    hybrid = dataclasses.replace(plain, attending=SIZE.layers // 4, state_layers=SIZE.layers - SIZE.layers // 4)
+    how = Training(2, 1, False, 1000, False, False)
+    saved = activations(plain, how) - activations(hybrid, how)
+    assert saved == pytest.approx(1000 * hybrid.state_layers * (3 * SIZE.attention / SIZE.hidden - 4))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_with_a_state_keep_what_is_estimated(family, dtype):
+    name, values = families.FAMILIES[family]
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "mamba_d_head",
+        "mamba_d_state",
+    )
+    config = getattr(transformers, name)(**values | {key: 4 * values[key] for key in names if values.get(key)})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    mixer = next(m for n, m in model.named_modules() if n.rpartition(".")[2] in ("linear_attn", "mamba", "conv"))
+    weights = {p.untyped_storage().data_ptr() for p in mixer.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(1, 256, config.hidden_size, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer(x)
+    kept = sum(t.untyped_storage().nbytes() for pointer, t in found.items() if pointer not in weights) / x.shape[1]
+    size = model_size(config.to_dict(), 0)
+    assert 0.6 * kept < state_activations(size, dtype.itemsize) < 1.7 * kept
 
 
 def test_the_optimizer_s_bytes_are_the_trainer_s(tmp_path):
