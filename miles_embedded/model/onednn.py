@@ -2,19 +2,17 @@
 
 PyTorch dispatches float32 products to MKL, which uses its AVX2 code path on processors other than Intel's, while oneDNN, part of the
 same build of PyTorch, uses 512-bit vectors. On processors with 512-bit units, products with enough rows therefore use oneDNN. The decision
-depends only on processor and shape, not on measurements, because a resumed run must use the products it started with. The times behind the
-rules are in benchmarks/results/products-2026-11-20.json.
+depends only on processor and shape, not on measurements, because a resumed run must use the products it started with. The rules follow
+measured times of both libraries.
 
 oneDNN generates code for each new shape; ``pad_rows`` keeps the number of shapes small.
 
 Products with few rows, as in decoding, are limited by reading the weights, which MKL does slowly on AMD processors.
-With the weights as the left operand, (w x^T)^T instead of x w^T, MKL is 1.1 to 3 times as fast while x
-fits into half of the processor's L1 cache; a single row is computed as two. Where x does not fit, oneDNN is up to 2 times as fast,
-most for two to four rows.
+With the weights as the left operand, (w x^T)^T instead of x w^T, MKL is faster while x fits into
+half of the processor's L1 cache; a single row is computed as two. Where x does not fit, oneDNN is faster, most for two to four rows.
 
 oneDNN reorders the weights at every call. An engine, whose weights last for many steps, reorders them once (``Packs``): products of
-4 to 64 rows then take .6 to .95 of the time and need additional memory of the size of the weights, limited
-to 1 GiB.
+4 to 64 rows then take less time and need additional memory of the size of the weights, limited to 1 GiB.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ layer; for experts the rows that gate and up read, and those that down reads. Th
 The rounding of a token depends on that token only, so batching and packing do not change it. With equal codes, the remaining difference
 between two sides is floating-point noise in front of the rounding: a value within that noise of the boundary between two codes may be
 rounded either way, which changes it by one code (6 to 12 % of its value in E4M3). In FP32 this is rare, but still the larger part of the
-difference between the sides. In BF16 the noise is 1/16 of a code, and the rounding increases its RMS about five times
-(``benchmarks/results/lora_gap-2026-11-27.json``). Sides with the same summation order have no such noise.
+difference between the sides. In BF16 the noise is 1/16 of a code, and the rounding increases its RMS several times. Sides with the same
+summation order have no such noise.
 
 If there is a native product (``precision.product``), linear layers with one whole checkpoint tensor pass their input to it unrounded: the
 product computes the same codes and multiplies them. The backward pass is that of the emulated product, with the dequantised weight and

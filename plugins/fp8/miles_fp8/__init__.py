@@ -6,8 +6,8 @@ from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
 
-#: The run emulates FP8. The factors in ``notes`` are from benchmarks/results: embedded_training-2026-11-27-{dense,moe}-fp8_emulated-36000,
-#: quantized_product-2026-11-21 (GPU) and format_training-2026-11-21 (CPU).
+#: The run emulates FP8. The factors in ``notes`` are from benchmarks/results: embedded_training-2026-11-27-{dense,moe}-fp8_emulated-36000
+#: (GPU) and format_training-2026-11-21 (CPU).
 EMULATED = "precision.emulated and (rollout.precision == fp8 or train.precision == fp8)"
 #: Where ``--quantized-product auto`` is native (``product.Fp8Product``).
 _HOPPER = "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and fp8.activation_form == divide"
@@ -38,7 +38,7 @@ plugin = format_plugin(
     notes={
         f"{EMULATED} and gpu != none and model.device != cpu": (
             "emulated products cost time and save no memory: measured on H200, training took 1.05 times as long as in "
-            "BF16 (dense) and 1.20 times (mixture of experts), rollouts 1.49 to 1.69 times"
+            "BF16 (dense) and 1.20 times (mixture of experts); rollouts take longer, too"
         ),
         f"{EMULATED} and gpu.sm >= 90 and model.device != cpu": (
             "this GPU has FP8 tensor cores, which the run does not use; leave --emulate-precision out to use them"

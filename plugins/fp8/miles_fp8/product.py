@@ -4,9 +4,8 @@
 
 The scales multiply partial sums, so every 128 elements a partial sum moves from the tensor core's accumulator (about 14 bits) to FP32. The
 result is rounded to BF16 once. The emulated product also rounds both dequantised operands to BF16. Relative to the exact product of the
-codes, the native product has an RMS error of .0017 on N(0, 1), the emulated one .0027; their difference is .0030
-(benchmarks/results/quantized_product-2026-11-21.json). In a long sum of positive numbers, the accumulator's truncation causes a bias below
-.0015 of the result (tests/test_product.py).
+codes, the native product therefore has the error of rounding to BF16, and the emulated one a larger error. In a long sum of positive
+numbers, the accumulator's truncation causes a bias below .0015 of the result (tests/test_product.py).
 
 cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's scales in K-major rows padded to a multiple of four, an
 activation's scales M-major with M a multiple of four, and N and K multiples of 16. For few rows it is often slower than BF16's product.
