@@ -40,7 +40,7 @@ def ask(checkpoint: Path, family: str, **options: Any) -> str:
     try:
         plan([], MACHINE, hf_checkpoint=checkpoint, **limit, **options)
     except PlanError as error:
-    XX
+        return "; ".join(_KIND.sub("this family", problem.because) for problem in error.problems)
     return ""
 
 
