@@ -25,6 +25,7 @@ from miles_testing import plan
 
 RESULT = ROOT / "benchmarks" / "results" / "backends.json"
 MACHINE = ["gpu.count=8", "gpu.memory_gb=140", "package.sglang=0.5.17", "package.megatron-core=0.19.2"]
+#: The part of a reason that names a family.
 _KIND = re.compile(r"model_type \w+ of config.json")
 #: Column -> options of the plan.
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -46,10 +47,8 @@ def ask(checkpoint: Path, family: str, **options: Any) -> str:
 
 def answers(family: str, directory: Path) -> dict[str, str]:
     """Return the plan's answer for every backend, and with images for those that read them."""
-    if family in IMAGE_PARTS:
-        checkpoint, kinds = vision_checkpoint(family, directory), (False, True)
-    else:
-        checkpoint, kinds = family_checkpoint(family, directory), (False,)
+    kinds = (False, True) if family in IMAGE_PARTS else (False,)
+    checkpoint = (vision_checkpoint if family in IMAGE_PARTS else family_checkpoint)(family, directory)
     found: dict[str, str] = {}
     for images in kinds:
         more = {"media": True, "apply_chat_template": True} if images else {}
