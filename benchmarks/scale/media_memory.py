@@ -53,7 +53,7 @@ def write(form: str, directory: Path, prompts: int, images: int, side: int) -> t
     return directory / "prompts.jsonl", total
 
 
-def held(items: Any) -> int:
+def count_bytes(items: Any) -> int:
     """Bytes of the contents that media hold, each object once."""
     contents = {id(m.source): len(m.source) for item in items for m in item.media if isinstance(m.source, bytes)}
     return sum(contents.values())
@@ -73,9 +73,9 @@ def measure(path: Path, count: int, directory: Path) -> dict[str, Any]:
     files = [f for f in (directory / "checkpoint").rglob("*") if f.is_file()]
     loaded = get_samples(Store(directory / "checkpoint"), "samples")
     return {
-        "prompts hold": held(prompts),
-        "samples hold": held(samples),
-        "loaded samples hold": held(loaded),
+        "prompts hold": count_bytes(prompts),
+        "samples hold": count_bytes(samples),
+        "loaded samples hold": count_bytes(loaded),
         "growth, prompts": read - start,
         "growth, samples": made - read,
         "checkpoint": sum(f.stat().st_size for f in files),
