@@ -101,7 +101,11 @@ def write_model(side: str, directory: Path, tiny: bool) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**given)
     auto = transformers.AutoModelForImageTextToText if "vision_config" in given else transformers.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.bfloat16)
+    model: Any = auto.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # large enough for the images to matter
+                parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

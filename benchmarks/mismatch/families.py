@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import ROOT, commit, installed
+from benchmarks.mismatch import backends
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
@@ -136,8 +137,15 @@ def text_around(lines: list[str]) -> str:
     return (
         text.replace("<!-- table -->", "\n".join(lines))
         .replace("<!-- refused -->", "\n".join(refused))
+        .replace("<!-- backends -->", backends.section(json.loads(backends.RESULT.read_text(encoding="utf-8"))))
         .replace("<!-- every -->", everything_installed())
     )
+
+
+def write_text() -> None:
+    """Write ``docs/families.md`` with the numbers that it has."""
+    rest = PAGE.read_text(encoding="utf-8").partition("|---|")[2].splitlines()[1:]
+    PAGE.write_text(text_around(list(itertools.takewhile(lambda line: line.startswith("| "), rest))), encoding="utf-8")
 
 
 def everything_installed() -> str:
@@ -186,10 +194,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="only these")
     options = parser.parse_args()
     if options.text:
-        rest = PAGE.read_text(encoding="utf-8").partition("|---|")[2].splitlines()[1:]
-        PAGE.write_text(
-            text_around(list(itertools.takewhile(lambda line: line.startswith("| "), rest))), encoding="utf-8"
-        )
+        write_text()
         return
     torch.set_num_threads(1)
     rows = {}

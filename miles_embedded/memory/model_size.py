@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_core.plugin import NO_MIXER, STATE_KINDS, layer_kinds
 from miles_embedded.memory.state_size import StateSize, state_size
+from miles_embedded.memory.tower_size import TowerSize, tower_size
 
 #: Model types whose feed-forward layers have no gate.
 _UNGATED = frozenset(
@@ -47,6 +48,7 @@ class ModelSize:
         dense_layers: number of layers with a dense feed-forward layer.
         state: a layer that keeps a state between tokens, if there are any.
         state_layers: number of such layers.
+        tower: the tower for images, which is not counted in ``parameters``, if there is one.
     """
 
     layers: int
@@ -67,6 +69,7 @@ class ModelSize:
     mtp_layers: int = 0
     state: StateSize | None = None
     state_layers: int = 0
+    tower: TowerSize | None = None
 
     @property
     def experts(self) -> int:
@@ -158,6 +161,7 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER or not heads else layers - moe_layers,
         state=state_size(keys, hidden, heads) if stateful else None,
         state_layers=stateful,
+        tower=tower_size(config),
     )
 
 

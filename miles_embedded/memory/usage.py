@@ -45,6 +45,8 @@ class Training:
         reference: whether there is a second, frozen model.
         state: bytes of optimizer state per weight, without the master.
         offload: whether masters and state are in host memory except during an optimizer step.
+        images: largest number of features of images in a micro-batch; 0 without images.
+        trains_tower: whether the tower is trained.
     """
 
     width: int
@@ -55,6 +57,8 @@ class Training:
     reference: bool
     state: float = 8.0
     offload: bool = False
+    images: int = 0
+    trains_tower: bool = False
 
     def optimizer(self, weights: float, activations: float) -> float:
         """Bytes of masters and optimizer state of ``weights``, as far as they exceed ``activations``, which are gone during a step."""
@@ -110,15 +114,19 @@ def training_of(facts: Facts) -> Training:
     counted = facts.value("train.micro_batch_size") and not facts.value("train.use_dynamic_batch_size")
     longest = longest_sample(facts)[0]
     limit = int(facts.value("train.max_tokens_per_gpu") or MICRO_BATCH_TOKENS["cuda"])
+    tokens = int(facts.value("train.micro_batch_size")) * longest if counted else max(limit, longest)
+    answer = int(facts.value("rollout.max_response_len") or 1024)  # all of a prompt may be images
     return Training(
         width=_width(facts),
         ranks=ranks,
         sharded=ranks > 1 and facts.value("embedded.sharding_strategy") != "no_shard",
-        tokens=int(facts.value("train.micro_batch_size")) * longest if counted else max(limit, longest),
+        tokens=tokens,
         recompute=bool(facts.value("train.activation_checkpointing")),
         reference=bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef")),
         state=float(facts.value("embedded.optimizer_state_bytes", 8.0)),
         offload=bool(facts.value("embedded.offload_optimizer")),
+        images=tokens * max(longest - answer, 0) // longest if facts.value("data.media") else 0,
+        trains_tower=bool(facts.value("data.media") and facts.value("embedded.train_vision_tower")),
     )
 
 
@@ -128,7 +136,9 @@ def _width(facts: Facts) -> int:
 
 def trainer_parts(size: ModelSize, how: Training) -> Parts:
     """Memory of one rank during training, in bytes."""
-    held = size.parameters * how.share
+    tower = size.tower.parameters if size.tower and how.images else 0
+    held = (size.parameters + tower) * how.share
+    trained = (size.parameters + tower * how.trains_tower) * how.share
     gathered = reduced = 0.0
     if how.sharded:
         root = size.embeddings
@@ -139,8 +149,8 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
     models, active = 2 if how.reference else 1, activations(size, how)
     return Parts(
         weights=models * how.width * held + gathered,
-        gradients=4 * held + reduced,
-        optimizer=how.optimizer(held, active),
+        gradients=4 * trained + reduced,
+        optimizer=how.optimizer(trained, active),
         activations=active,
         other=CONTEXT + (CHANNELS if how.ranks > 1 else 0),
     )
@@ -159,7 +169,16 @@ def activations(size: ModelSize, how: Training) -> float:
     else:
         layers = size.layers * kept + size.attending * attended + size.state_layers * stateful
     logits = LOGIT_BYTES * min(LOGITS, how.tokens * size.vocab)
-    return float(how.tokens * (layers + 6 * how.width * size.hidden) + logits)
+    text = how.tokens * (layers + 6 * how.width * size.hidden) + logits
+    return float(text + how.images * _image_bytes(size, how))
+
+
+def _image_bytes(size: ModelSize, how: Training) -> int:
+    """Bytes per feature of an image: its pixel values, its row in place of an embedding, and what a backward pass through the tower keeps."""
+    if size.tower is None:
+        return 0
+    kept = size.tower.activations(how.width) if how.trains_tower else 4 * size.tower.patches * size.tower.pixels
+    return kept + 2 * how.width * size.hidden
 
 
 def state_activations(size: ModelSize, width: int) -> float:
@@ -181,6 +200,9 @@ def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
         f"trainer: {format_billions(size.parameters)} parameters on {how.ranks} rank{'s' * (how.ranks > 1)}{strategy}; "
         f"micro-batches of {how.tokens:,} tokens ({longest_sample(facts)[1]})"
     )
+    if size.tower and how.images:
+        state = "trained" if how.trains_tower else "frozen"
+        note += f"; a {state} tower of {format_billions(size.tower.parameters)} parameters, and up to {how.images:,} features of images"
     parts = trainer_parts(size, how)
     return Usage(
         "trainer",
@@ -259,6 +281,8 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
     if facts.value("rollout.precision") not in ("bf16", None):
         plain, quantised = float(size.embeddings), float(size.parameters - size.embeddings)
     weights = 0.0 if shares else _width(facts) * plain
+    if size.tower and facts.value("data.media") and not shares:
+        weights += _width(facts) * size.tower.parameters
     weights += quantised * float(facts.value("embedded.engine_weight_bytes") or _width(facts))
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.expanded * width)

@@ -72,7 +72,7 @@ IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VLConfig",
         {
-            "text_config": {**_HEADS, **_sections(2, 3, 3)},
+            "text_config": {**_HEADS, **_sections(2, 3, 3, mrope_interleaved=True)},
             "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
             **_QWEN_IDS,
         },
@@ -80,7 +80,7 @@ IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe": (
         "Qwen3VLMoeConfig",
         {
-            "text_config": {**_HEADS, **_MOE, **_sections(2, 3, 3)},
+            "text_config": {**_HEADS, **_MOE, **_sections(2, 3, 3, mrope_interleaved=True)},
             "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
             **_QWEN_IDS,
         },

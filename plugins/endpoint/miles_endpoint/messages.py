@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from miles_core.data import read_parts
+from miles_core.data import Media, read_parts
 from miles_core.plugin import DataError
 from miles_endpoint.api_error import refuse
 
@@ -71,8 +71,8 @@ def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str],
         raise refuse(f"{place} has the role {message.get('role')!r:.40}; the roles are {', '.join(_ROLES)}")
     shown: list[Any] = []
     content = message.get("content")
-    if images and role in ("user", "tool") and isinstance(content, list):
-        content, shown = _read_images(content, place)
+    if images and role in ("user", "tool"):
+        content, shown = _read_images(content, f"{place}.content")
     text = read_text(content, place)
     data: dict[str, Any] = {"role": role, "content": shown or text}
     text += "".join(f"\0{part['media'].digest}" for part in shown if "media" in part)  # identifies the images
@@ -96,17 +96,32 @@ def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str],
     return ChatMessage(data, answer_digest(text, calls), reasoning)
 
 
-def _read_images(content: list[Any], place: str) -> tuple[list[Any], list[Any]]:
-    """Return the parts without images, and all parts with media if there are images, otherwise none."""
-    try:
-        parts = read_parts(content)
-    except DataError as error:
-        raise refuse(f"{place}.content: {error}") from error
-    rest = [part for part in parts if not (isinstance(part, Mapping) and "media" in part)]
-    if len(rest) == len(parts):
+def read_content(content: Any, place: str, images: bool) -> str | list[Any]:
+    """Return the text of a content, or its parts with media if it holds images that the model reads.
+
+    Raises:
+        ApiError: a part is malformed, or holds something that the model does not read.
+    """
+    rest, whole = _read_images(content, place) if images else (content, [])
+    return whole or read_text(rest, place)
+
+
+def _read_images(content: Any, place: str) -> tuple[Any, list[Any]]:
+    """Return the content without images, and all parts with media if there are images, otherwise none."""
+    if not isinstance(content, list):
         return content, []
-    whole = [part if part not in rest else {"type": "text", "text": read_text([part], place)} for part in parts]
-    return rest, whole
+    try:  # parts that have media were read before
+        parts = [part if _shows(part) else read_parts([part])[0] for part in content]
+    except DataError as error:
+        raise refuse(f"{place}: {error}") from error
+    if not any(map(_shows, parts)):
+        return content, []
+    whole = [part if _shows(part) else {"type": "text", "text": read_text([part], place)} for part in parts]
+    return [part for part in parts if not _shows(part)], whole
+
+
+def _shows(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("media"), Media)
 
 
 def read_text(content: Any, place: str) -> str:

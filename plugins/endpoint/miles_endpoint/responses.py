@@ -14,7 +14,7 @@ from miles_endpoint.answer import wire_call
 from miles_endpoint.api_error import refuse
 from miles_endpoint.call import Call, check_parameters, read_tool_choice, read_tools
 from miles_endpoint.chat import event, with_call_stops
-from miles_endpoint.messages import read_messages, read_text
+from miles_endpoint.messages import read_content, read_messages
 from miles_endpoint.service import Models, Reply, read_sampling, usage_of
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def _history(body: Mapping[str, Any], session: Session) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise refuse(f"input must be a text or a list of items, got {given!r:.60}")
-    return [*session.stored.get(str(previous), ()), *to_messages(items)]
+    return [*session.stored.get(str(previous), ()), *to_messages(items, session.reads_images)]
 
 
-def to_messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Convert input items to chat messages.
+def to_messages(items: list[Any], images: bool = False) -> list[dict[str, Any]]:
+    """Convert input items to chat messages. ``images``: whether the model reads images, in messages of users and results of functions.
 
     Raises:
         ApiError: an item is of a type that the endpoint does not have.
@@ -75,7 +75,11 @@ def to_messages(items: list[Any]) -> list[dict[str, Any]]:
             reasoning = _reasoning_text(item)
             continue
         if kind == "message":
-            message = {"role": item.get("role"), "content": read_text(item.get("content"), f"input[{number}]")}
+            shown = images and item.get("role") == "user"
+            message = {
+                "role": item.get("role"),
+                "content": read_content(item.get("content"), f"input[{number}]", shown),
+            }
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             made = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -87,7 +91,7 @@ def to_messages(items: list[Any]) -> list[dict[str, Any]]:
             message = {
                 "role": "tool",
                 "tool_call_id": item.get("call_id"),
-                "content": read_text(item.get("output"), f"input[{number}]"),
+                "content": read_content(item.get("output"), f"input[{number}]", images),
             }
         else:
             raise refuse(

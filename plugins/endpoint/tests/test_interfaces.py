@@ -65,6 +65,40 @@ def test_images_in_messages_become_media(desk):
     assert d.transcript.branches == 1 and [len(turn.media) for turn in d.transcript.turns] == [1, 2, 2]
 
 
+def test_images_of_responses_become_media_of_users_and_functions(desk):
+    """A stored response keeps those of its input."""
+    urls = [f"data:image/png;base64,{code}" for code in ("AAAA", "AAAB", "AAAC")]
+    shown = [[{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what?"}] for url in urls]
+
+    async def main(d):
+        async def ask(*items, **more):
+            return await d.post({"input": list(items), **more}, "/v1/responses")
+
+        refused = await ask({"role": "user", "content": shown[0]})
+        assert refused.status == 400 and "reads text only" in refused.body["error"]["message"]
+        d.renderer.expand = lambda text, media: text
+        first = await ask({"role": "user", "content": shown[0]})
+        result = {"type": "function_call_output", "call_id": "a", "output": shown[1]}
+        call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+        await ask(call, result, previous_response_id=first.body["id"])
+        for items, words in (
+            ([{"role": "assistant", "content": shown[2]}], "input[0].content holds a part of the type 'input_image'"),
+            (
+                [{"role": "user", "content": [{"type": "input_image", "image_url": "https://x.org/a.png"}]}],
+                "the address https://x.org/a.png",
+            ),
+            (
+                [{"role": "user", "content": [{"type": "input_audio", "data": "AAAA"}]}],
+                "only images are passed to a model",
+            ),
+        ):
+            bad = await ask(*items)
+            assert bad.status == 400 and words in bad.body["error"]["message"], bad.body
+
+    d = desk(["red<|im_end|>", "blue<|im_end|>"], main)
+    assert [[m.read() for m in media] for media in d.media] == [[b"\0\0\0"], [b"\0\0\0", b"\0\0\1"]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_continue_token_by_token(desk, stream):
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]

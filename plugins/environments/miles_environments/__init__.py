@@ -2,10 +2,10 @@
 
 from miles_core.plugin import Hint, Panel, Plugin, Rule, Set, above
 from miles_environments.config import EnvironmentsConfig
-from miles_environments.environment import Environment, Episode, Step, Task
+from miles_environments.environment import Environment, Episode, Observation, Step, Task
 
 __version__ = "0.1.0"
-__all__ = ["Environment", "Episode", "Step", "Task", "plugin"]
+__all__ = ["Environment", "Episode", "Observation", "Step", "Task", "plugin"]
 
 #: Options of prompt files that the user set.
 _COLUMNS = "data.input_key != input or data.label_key or data.metadata_key != metadata or data.shuffle"

@@ -38,6 +38,10 @@ class Task:
     label: Any = None
 
 
+#: What the model sees: a text, or a list of texts and pictures. A picture is one of Pillow, or the bytes of an image file.
+Observation = str | list[Any]
+
+
 @dataclass(frozen=True)
 class Step:
     """What an environment returns for an answer.
@@ -48,7 +52,7 @@ class Step:
         done: whether the episode has ended.
     """
 
-    text: str
+    text: Observation
     reward: float
     done: bool
 
@@ -57,7 +61,7 @@ class Episode(ABC):
     """One episode. Methods may block: they are called in threads, one at a time."""
 
     @abstractmethod
-    def reset(self) -> str:
+    def reset(self) -> Observation:
         """Start the episode; returns the first observation."""
 
     @abstractmethod

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_core.chat import drop_earlier_rows, tokenize
-from miles_core.data import CannotExtend, Sample, Status, describe_error, number, valid_text
+from miles_core.chat import drop_earlier_rows, take_media, tokenize
+from miles_core.data import CannotExtend, Media, Sample, Status, describe_error, number
 from miles_core.plugin import Config, DataError, GenerationClient, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
+from miles_environments.observation import read_observation
 from miles_environments.registry import KEY, Member, Registry, registry_of
 from miles_environments.threads import silence
 
@@ -31,6 +32,7 @@ class EpisodeLoop(RolloutFunction):
     def __init__(self, run: Run) -> None:
         self.registry = registry_of(run)
         self.chat = bool(run.config.data.apply_chat_template)
+        self.images = self.chat and bool(run.config.data.media)
         self.context = context_of(run.config, run.plan.fact("model.context"))
         self._restore: Any = None
 
@@ -99,14 +101,15 @@ class Play:
         """
         environment = self.member.environment
         self._episode = await self._call("opening an episode", lambda: environment.open(number, level))
-        text = self._check_text(await self._call("reset", self._episode.reset))
+        first = self._read(await self._call("reset", self._episode.reset))
         system = instructions_of(self.member.entry, environment)
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
-        self.sample.prompt = messages
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": first}]
+        self.sample.prompt, media = take_media(messages)
+        self.sample.media = media
         tokens, turn = await self._tokenize(lambda: self._render(messages), messages), None
         limit = self.member.entry.turns or self.registry.options.turns
         for count in range(limit):
-            turn = await self._answer(tokens, turn)
+            turn = await self._answer(tokens, turn, media)
             if turn is None or turn.response.finish != "stop":
                 return
             step = await self._step(turn)
@@ -119,6 +122,7 @@ class Play:
                     {"role": "user", "content": step.text},
                 ]
                 tokens, turn = await self._extend(turn, messages)
+                media = take_media(messages if turn is None else messages[-1:])[1]
         self.sample.status = Status.TRUNCATED
 
     async def _step(self, turn: Turn) -> Step:
@@ -140,13 +144,13 @@ class Play:
                 f"{self._name}: step returned done={step.done!r:.40}; it is True or False"
             ) from error
         self.rewards.append(reward)
-        return Step("" if done else self._check_text(step.text), reward, done)
+        return Step("" if done else self._read(step.text), reward, done)
 
-    def _check_text(self, text: Any) -> str:
-        if not isinstance(text, str):
-            raise EnvironmentFault(f"{self._name}: the observation is {text!r:.80}; it must be a text")
-        limit, text = self.registry.options.chars, valid_text(text)
-        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"
+    def _read(self, given: Any) -> Any:
+        try:
+            return read_observation(given, self.registry.options.chars, self.loop.images)
+        except DataError as error:
+            raise EnvironmentFault(f"{self._name}: the observation {error}") from error
 
     @property
     def _name(self) -> str:
@@ -200,8 +204,8 @@ class Play:
             why = str(error) if isinstance(error, DataError) else describe_error(error)
             raise EnvironmentFault(f"{self._name}: {why}") from error
 
-    async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
-        """Request the next answer; None if the conversation has no room for one."""
+    async def _answer(self, tokens: list[int], after: Turn | None, media: Sequence[Media]) -> Turn | None:
+        """Request the next answer; None if the conversation has no room for one. ``media`` belong to the tokens after the turn."""
         sampling, context = self.ask.sampling, self.loop.context
         room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(tokens))
         if room < 1:
@@ -213,7 +217,7 @@ class Play:
             return None
         chosen = dataclasses.replace(sampling, max_new_tokens=room)
         if after is None:
-            return await self.ask(tokens, sampling=chosen)
-        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+            return await self.ask(tokens, sampling=chosen, media=media)
+        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen, media=media)
         drop_earlier_rows(turn)
         return turn

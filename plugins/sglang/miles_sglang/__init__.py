@@ -101,6 +101,11 @@ plugin = Plugin(
         "sglang.disable_cuda_graph": Set(
             True, when=_EXACT, because="true_on_policy's attention reads the lengths of the sequences on the host"
         ),
+        "sglang.enable_precise_embedding_interpolation": Set(
+            True,
+            when="data.media and engine == sglang",
+            because="SGLang otherwise resamples the positions of a tower (Qwen3-VL) in another way than the trainer",
+        ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="r3 replays the experts that SGLang chose"
         ),

@@ -162,8 +162,7 @@ def assemble(
         directory: where the engine writes its log and the model directory that SGLang starts from.
         choices: how to start SGLang.
         early: see ``ProcessLink``.
-        codec_of: precision -> codec, for ``SglangEngine.rebuild``; None if the precision is fixed.
-        processor: processor of the images in prompts; None for text.
+        codec_of, processor: precision -> codec, for ``SglangEngine.rebuild``, and processor of images; None without.
     """
     config = _text_config(Path(checkpoint))
 
@@ -175,8 +174,7 @@ def assemble(
         arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
         return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
-    served = serve(codec)
-    context = choices.max_context or int(config["max_position_embeddings"])
+    served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
     link = _connect(choices, served, context, config, directory, early)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(

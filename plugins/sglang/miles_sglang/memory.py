@@ -120,7 +120,10 @@ def weights_on_gpu(facts: Facts, size: ModelSize, server: Server) -> float:
     precision = largest_precision(facts)
     stored, experts_only = STORED.get(precision, (2.0, False))
     attention = (2.0 if experts_only else stored) * size.attentions / server.pp
-    return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp
+    tower = (
+        2.0 * size.tower.parameters / server.tp if size.tower else 0.0
+    )  # on the first pipeline stage, also without --media
+    return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp + tower
 
 
 def cache_bytes_per_token(facts: Facts, size: ModelSize, server: Server) -> float:

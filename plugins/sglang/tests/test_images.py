@@ -110,13 +110,15 @@ def test_sglang_receives_the_pixels_and_positions_of_the_trainer(family: str, tm
 
 
 @reads
+@pytest.mark.thorough  # each starts an SGLang
 @pytest.mark.skipif(not PATH, reason="SGLang is not installed")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_real_sglang_computes_what_the_embedded_engine_computes(family: str, tmp_path: Path) -> None:
     """Also after an update of the tower, whose features SGLang keeps between requests."""
     checkpoints = [vision_checkpoint(family, tmp_path / str(seed), seed=seed) for seed in range(2)]
     requests = requests_for(family, checkpoints[0])
-    engine = engine_for(family, checkpoints[0], python_path=PATH)
+    arguments = {"max_total_tokens": 4096, "enable_precise_embedding_interpolation": True}
+    engine = engine_for(family, checkpoints[0], python_path=PATH, arguments=arguments)
     check_equal(asyncio.run(serve(engine, checkpoints, requests)), checkpoints, requests, family)
 
 
@@ -218,7 +220,7 @@ def test_what_sglang_cannot_read_is_refused_with_the_reason(plan: Any, monkeypat
     given: dict[str, Any] = {"engine": "sglang", "media": True}
     facts = ["gpu.count=1", "model.type=qwen2_5_vl"]
     if Version(transformers.__version__) >= Version("5.24"):
-        plan(**given, facts=facts)
+        assert plan(**given, facts=facts).fact("sglang.enable_precise_embedding_interpolation") is True
     for kind, words in (
         ("glm4v", "ignores the sizes"),
         ("mistral3", "sizes of undecoded"),

@@ -10,7 +10,7 @@ import pytest
 from miles_core.plugin import Fact, Facts, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
-from miles_sglang.memory import GB, MIB, default_share, server_of, usage, weight_bytes
+from miles_sglang.memory import GB, MIB, default_share, server_of, usage, weight_bytes, weights_on_gpu
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
@@ -188,3 +188,22 @@ def test_a_model_without_attention_has_a_cache_of_states_only():
               "head_dim": 64, "expand": 2, "conv_kernel": 4, "n_groups": 1}  # fmt: skip
     (found,) = usage(facts_of(**{"gpu.memory_gb": 80}), config)
     assert "enough for all 32 of the engine's" in found.note
+
+
+def test_a_tower_is_part_of_the_weights():
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 99,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
+    tower = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "patch_size": 14, "out_hidden_size": 64}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": tower}
+    one, other = model_size(config, 0), model_size({**config, "vision_config": None}, 0)
+    facts = Facts([Fact("sglang.tp_size", 2, "test")])
+    layer = 4 * 128**2 + 2 * 128 * 256
+    merger = 128 * 128 + 128 * 64  # spatial_merge_size is 1
+    expected = 2 * layer + 3 * 14**2 * 128 + merger
+    found = weights_on_gpu(facts, one, server_of(facts, 0.0)) - weights_on_gpu(facts, other, server_of(facts, 0.0))
+    assert found == 2 * expected / 2
