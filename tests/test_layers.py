@@ -115,10 +115,11 @@ TOOLS: list[dict[str, str]] = [
     {
         "sinks": "alerts core: config contracts errors plugin redact version",
         "verify": "output_file report core: contracts data errors mismatch precision version",
+        "watch": "report core: errors",
     },
     {
         "examine": "rewards core: checkpoint config errors plugin formats: formats",
-        "commands": "report authoring demo verify core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
+        "commands": "report authoring demo verify watch core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]
 
