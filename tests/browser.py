@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 #: Why tests with a browser are skipped; "" if they are not.
-MISSING = "" if shutil.which("chromium") and shutil.which("chromedriver") else "chromium and chromedriver are not installed"
+MISSING = (
+    "" if shutil.which("chromium") and shutil.which("chromedriver") else "chromium and chromedriver are not installed"
+)
 #: Key of an element in WebDriver's answers.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
@@ -48,13 +50,17 @@ class Browser:
         """Return the value of a JavaScript expression as soon as it is true."""
         end = time.monotonic() + seconds
         while not (found := self.run(f"return {expression}")):
-            assert time.monotonic() < end, f"{expression} is {found!r}; the page shows: {self.run('return document.body.innerText')[:800]}"
+            assert time.monotonic() < end, (
+                f"{expression} is {found!r}; the page shows: {self.run('return document.body.innerText')[:800]}"
+            )
             time.sleep(0.05)
         return found
 
     def press(self, keys: str) -> None:
         """Type keys into what has the focus."""
-        down = [action for key in keys for action in ({"type": "keyDown", "value": key}, {"type": "keyUp", "value": key})]
+        down = [
+            action for key in keys for action in ({"type": "keyDown", "value": key}, {"type": "keyUp", "value": key})
+        ]
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": down}]})
 
     def devtools(self, command: str, **options: Any) -> Any:
@@ -67,7 +73,11 @@ class Browser:
 
     def errors(self) -> list[str]:
         """Return the errors in the console since the last call: of scripts, and what the policy of the page refused."""
-        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
+        return [
+            entry["message"]
+            for entry in self._ask("POST", "/se/log", {"type": "browser"})
+            if entry["level"] == "SEVERE"
+        ]
 
     def close(self) -> None:
         """Close the window."""
@@ -77,23 +87,26 @@ class Browser:
 @contextmanager
 def open_browser(width: int = 1280, height: int = 900) -> Iterator[Browser]:
     """Yield a new headless window of this size in pixels; needs chromium and chromedriver."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    driver = subprocess.Popen(
+        ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert driver.stdout is not None
         port = next(line.split()[-1].rstrip(".") for line in driver.stdout if "started successfully on port" in line)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
         capabilities = {
-            "goog:chromeOptions": {"binary": shutil.which("chromium"), "args": [*arguments, f"--window-size={width},{height}"]},
+            "goog:chromeOptions": {
+                "binary": shutil.which("chromium"),
+                "args": [*arguments, f"--window-size={width},{height}"],
+            },
             "goog:loggingPrefs": {"browser": "ALL"},
         }
         browser = Browser(f"http://127.0.0.1:{port}", capabilities)
         try:
             yield browser
         finally:
-            try:
+            with suppress(AssertionError, URLError, OSError):  # the browser may have ended
                 browser.close()
-            except (AssertionError, URLError, OSError):
-                pass
     finally:
         driver.terminate()
         driver.wait(20)

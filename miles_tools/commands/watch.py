@@ -20,7 +20,9 @@ def run(argv: Sequence[str]) -> int:
         "On another machine: forward the port with ssh -L, and open the printed address there.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory, the one --save named")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port on the loopback address (default: {PORT}; 0: a free one)")
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"port on the loopback address (default: {PORT}; 0: a free one)"
+    )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     chosen = parser.parse_all(argv)
     if not 0 <= chosen.port < 65536:
@@ -28,7 +30,10 @@ def run(argv: Sequence[str]) -> int:
     with WatchServer([Path(path) for path in chosen.runs], chosen.port) as server:
         server.runs.overview()
         print(server.url, flush=True)
-        print(f"Ctrl-C ends it. On another machine: ssh -L {server.server_address[1]}:127.0.0.1:{server.server_address[1]} HOST", flush=True)
+        print(
+            f"Ctrl-C ends it. On another machine: ssh -L {server.server_address[1]}:127.0.0.1:{server.server_address[1]} HOST",
+            flush=True,
+        )
         if chosen.open:
             webbrowser.open(server.url)
         try:

@@ -89,7 +89,9 @@ def put_inside(overview: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    page = read_page_file("").replace("<meta charset=", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta charset=')
+    page = read_page_file("").replace(
+        "<meta charset=", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta charset='
+    )
     page = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", page)
     page = re.sub(r"<script src=[^>]*></script>\n", "", page)
     data = to_json({"overview": overview, "samples": samples}).replace("<", "\\u003c")

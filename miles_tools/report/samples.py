@@ -26,7 +26,13 @@ _PREVIEW = 120
 #: Limits of a single sample: its tokens, and the characters of each text.
 TOKENS, CHARACTERS = 100_000, 400_000
 #: First bytes of the images that a page shows, and their types. SVG is not one of them: it may contain scripts.
-_IMAGES = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp", b"BM": "image/bmp"}
+_IMAGES = {
+    b"\x89PNG\r\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class SampleStore:
         except (*DAMAGE, IndexError) as error:
             raise _damaged(path, error) from error
 
-    def sample(self, kind: str, step: int, row: int, tokens: int = TOKENS, characters: int = CHARACTERS) -> dict[str, Any]:
+    def sample(
+        self, kind: str, step: int, row: int, tokens: int = TOKENS, characters: int = CHARACTERS
+    ) -> dict[str, Any]:
         """Return a sample with its tokens; ``row`` is its number in the file, and the limits are those of its tokens and texts.
 
         Raises:
@@ -106,7 +114,9 @@ class SampleStore:
         try:
             content = file.read_bytes() if digest.isalnum() else b""
         except (OSError, ValueError) as error:
-            raise MilesError(f"the image {file} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+            raise MilesError(
+                f"the image {file} cannot be read ({getattr(error, 'strerror', None) or error})"
+            ) from error
         kind_of = next((name for start, name in _IMAGES.items() if content.startswith(start)), "")
         if not kind_of or hashlib.sha256(content).hexdigest() != digest:
             raise MilesError(f"{file} is not the image that the run read")
@@ -156,7 +166,11 @@ def _search_text(row: Mapping[str, Any]) -> str:
     """Return what a search looks at."""
     metadata = row.get("metadata") or {}
     calls = [metadata.get(name) for name in ("tool_calls", "turns", "answer") if isinstance(metadata, Mapping)]
-    texts = [prompt_text(row.get("prompt", "")), str(row.get("response", "")), "".join(map(str, row.get("pieces") or ()))]
+    texts = [
+        prompt_text(row.get("prompt", "")),
+        str(row.get("response", "")),
+        "".join(map(str, row.get("pieces") or ())),
+    ]
     return "\n".join([*texts, str(row.get("label", "")), json.dumps([c for c in calls if c], ensure_ascii=False)])
 
 

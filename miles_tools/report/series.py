@@ -15,8 +15,7 @@ from typing import Any
 from miles_core.observe.metrics import series
 from miles_core.plugin.panel import Panel
 from miles_tools.report.grids import find_grids
-from miles_tools.report.plots import panels, without_huge, without_warm_start
-from miles_tools.report.plots import moves as panel_moves
+from miles_tools.report.plots import moves, panels, without_huge, without_warm_start
 from miles_tools.report.reading import RunReader
 
 #: Maximum number of points of a line. More steps are joined: a point is their mean, and its band goes from the lowest to the highest.
@@ -37,7 +36,9 @@ class Group:
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, str]:
     """Return option -> value as text, of a configuration with its ``defaults``."""
-    parts = chain((tables.get("defaults") or {}).items() if isinstance(tables.get("defaults"), Mapping) else (), tables.items())
+    parts = chain(
+        (tables.get("defaults") or {}).items() if isinstance(tables.get("defaults"), Mapping) else (), tables.items()
+    )
     entries = ((table, values) for table, values in parts if table != "defaults" and isinstance(values, Mapping))
     return {f"{table}.{name}": str(value) for table, values in entries for name, value in values.items()}
 
@@ -83,14 +84,20 @@ def make_sections(runs: Sequence[RunReader], declared: Sequence[Panel]) -> list[
     still = []
     for panel in chosen if len(groups) == 1 else _split(chosen):
         plot = _make_plot(panel, groups, columns)
-        if panel_moves(panel, records):
+        if moves(panel, records):
             sections.setdefault(panel.section, []).append(plot)
         else:
             still.append(plot)
     for run in runs:
         for panel, grid in find_grids(run.directory, declared):
             title = panel.title if len(runs) == 1 else f"{panel.title} · {run.label}"
-            plot = {"name": f"{run.label}:{panel.name}", "title": title, "unit": panel.unit, "kind": "grid", "grid": grid}
+            plot = {
+                "name": f"{run.label}:{panel.name}",
+                "title": title,
+                "unit": panel.unit,
+                "kind": "grid",
+                "grid": grid,
+            }
             sections.setdefault(panel.section, []).append(plot)
     own, more = sections.pop("", []), sections.pop("More metrics", [])
     found = [("Overview", own[:OVERVIEW], False), ("Training", own[OVERVIEW:], False)]
@@ -163,7 +170,9 @@ def _make_plot(panel: Panel, groups: Sequence[Group], columns: Mapping[int, _Col
 Numbers = list[float | None]
 
 
-def _join(tables: Sequence[Mapping[int, float]], buckets: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers | None, Numbers | None]:
+def _join(
+    tables: Sequence[Mapping[int, float]], buckets: Sequence[Sequence[int]]
+) -> tuple[Numbers, Numbers | None, Numbers | None]:
     """Return mean, lowest and highest of the runs in each bucket; None for both if no bucket joins values."""
     mid: Numbers = []
     low: Numbers = []

@@ -10,11 +10,10 @@ from typing import Any
 
 from miles_core.errors import MilesError
 from miles_tools.report.page import clean, gather, refresh
-from miles_tools.report.reading import RunReader, option
+from miles_tools.report.reading import option
+from miles_tools.report.report import open_runs
 from miles_tools.report.samples import SampleStore
 
-#: Runs on one page: as many as there are colours.
-MOST = 8
 #: The overview is made again after at least this many times the seconds that it took.
 _PAUSE = 5
 
@@ -26,18 +25,13 @@ class WatchedRuns:
         directories: the run directories.
 
     Raises:
-        MilesError: one is no run directory, is given twice, or was written by a newer version; or there are too many.
+        MilesError: as for ``open_runs``.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        paths = [directory.resolve() for directory in directories]
-        if twice := next((path for number, path in enumerate(paths) if path in paths[:number]), None):
-            raise MilesError(f"{twice}: this run is given twice; give different runs")
-        if len(paths) > MOST:
-            raise MilesError(f"{len(paths)} runs: at most {MOST} fit on one page; leave some out")
-        self.runs = [RunReader(path, label) for path, label in zip(paths, shorten_paths(paths), strict=True)]
-        self.stores = [SampleStore(path) for path in paths]
-        self._locks = [Lock() for _ in paths]
+        self.runs = open_runs(directories)
+        self.stores = [SampleStore(run.directory) for run in self.runs]
+        self._locks = [Lock() for _ in self.runs]
         self._lock = Lock()
         self._problems: dict[int, str] = {}
         self._data: dict[str, Any] = {}
@@ -102,12 +96,3 @@ def _number(query: Mapping[str, str], name: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 12:
         raise MilesError(f"{name}={text[:40]!r}: a number is needed")
     return int(text)
-
-
-def shorten_paths(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest end of each path, in whole folders, that differs between all of them."""
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        ends = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [str(path) for path in paths]

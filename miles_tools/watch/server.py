@@ -63,8 +63,12 @@ class WatchServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             if getattr(error, "errno", None) == errno.EADDRINUSE:
-                raise MilesError(f"port {port} is in use (another miles watch?); choose another one: --port {port + 1}, or --port 0 for a free one") from error
-            raise MilesError(f"cannot listen on port {port} ({getattr(error, 'strerror', None) or error}); choose another one with --port") from error
+                raise MilesError(
+                    f"port {port} is in use (another miles watch?); choose another one: --port {port + 1}, or --port 0 for a free one"
+                ) from error
+            raise MilesError(
+                f"cannot listen on port {port} ({getattr(error, 'strerror', None) or error}); choose another one with --port"
+            ) from error
 
     @property
     def url(self) -> str:
@@ -98,7 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         _, token, *names = address.path.split("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.FORBIDDEN, "the token in the address is missing or wrong: open the address that miles watch printed")
+            self._refuse(
+                HTTPStatus.FORBIDDEN,
+                "the token in the address is missing or wrong: open the address that miles watch printed",
+            )
         elif not names:  # relative addresses need the slash; the target is relative, too, for a tunnel
             self._send(b"", "text/plain", HTTPStatus.MOVED_PERMANENTLY, {"Location": f"{self.server.token}/"})
         elif len(names) == 1:
@@ -144,7 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         self, content: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] | None = None
     ) -> None:
         headers = {**_HEADERS, "Content-Type": kind, **(more or {})}
-        if len(content) >= _COMPRESSED and not kind.startswith("image/") and "gzip" in self.headers.get("Accept-Encoding", ""):
+        if (
+            len(content) >= _COMPRESSED
+            and not kind.startswith("image/")
+            and "gzip" in self.headers.get("Accept-Encoding", "")
+        ):
             content = gzip.compress(content, 1)
             headers["Content-Encoding"] = "gzip"
         if status != HTTPStatus.NO_CONTENT:
