@@ -108,7 +108,7 @@ TOOLS: list[dict[str, str]] = [
         "alerts": "http_client core: contracts errors redact",
         "command_line": "foreign core: config",
         "rewards": "http_client core: contracts data errors redact reward",
-        "report": "output_file samples core: errors mismatch observe plugin redact run version",
+        "report": "output_file samples core: errors observe plugin redact version",
         "authoring": "core: config errors nearest plugin version",
         "demo": "core: data errors observe plugin",
     },

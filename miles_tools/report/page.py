@@ -47,7 +47,7 @@ def gather(runs: Sequence[RunReader], problems: Mapping[int, str] | None = None)
     """
     problems = problems or {}
     data = {
-        "title": ", ".join(run.label for run in runs),
+        "title": ", ".join(run.label for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         "core": __version__,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [{**describe_run(run), "problem": problems.get(number, "")} for number, run in enumerate(runs)],

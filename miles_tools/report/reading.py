@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.mismatch.budget import BUDGET_FILE
 from miles_core.observe import environment, metrics
 from miles_core.observe.hints import Hints, hints_of
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.plan import Plan
-from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_tools.samples.files import DIRECTORY, KINDS, rollout_files
 
+#: ``run.ending.ENDING`` and ``mismatch.budget.BUDGET_FILE``, whose modules import torch.
+ENDING, BUDGET_FILE = "ending.json", "budget.json"
 METRICS, PLAN, CONFIG = "metrics.jsonl", "plan.json", "config.yaml"
+#: Runs on one page: as many as there are colours.
+MOST = 8
 #: Files and folders whose changes are noticed.
 _FOLLOWED = (METRICS, PLAN, CONFIG, environment.FILE, ENDING, BUDGET_FILE, *(f"{DIRECTORY}/{kind}" for kind in KINDS))
 #: Bytes before the position in ``metrics.jsonl`` that must still be the same to continue there.
@@ -161,6 +163,29 @@ class RunReader:
         for record in self.records[self._seen :]:
             self.hints += map(str, self._hints.of(record, record["step"]))
         self._seen = len(self.records)
+
+
+def open_runs(directories: Sequence[Path]) -> list[RunReader]:
+    """Return readers of different runs; labels are the shortest ends of their paths that differ.
+
+    Raises:
+        MilesError: a directory is no run directory, is given twice, or was written by a newer version; or there are more runs than colours.
+    """
+    paths = [directory.resolve() for directory in directories]
+    if twice := next((path for number, path in enumerate(paths) if path in paths[:number]), None):
+        raise MilesError(f"{twice}: this run is given twice; give different runs")
+    if len(paths) > MOST:
+        raise MilesError(f"{len(paths)} runs: at most {MOST} fit on one page; leave some out")
+    return [RunReader(path, label) for path, label in zip(paths, shorten_paths(paths), strict=True)]
+
+
+def shorten_paths(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path, in whole folders, that differs between all of them."""
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        ends = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(ends)) == len(ends):
+            return ends
+    return [str(path) for path in paths]
 
 
 def check_directory(directory: Path) -> None:

@@ -16,8 +16,8 @@ from miles_tools.report.drawing import draw_all
 from miles_tools.report.grids import draw_grid, find_grids
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.page import clean, gather, put_inside
-from miles_tools.report.plots import PALETTE, panels
-from miles_tools.report.reading import RunReader, option
+from miles_tools.report.plots import panels
+from miles_tools.report.reading import RunReader, open_runs, option
 from miles_tools.report.selection import select_samples
 
 HTML, COMPARISON = "report.html", "compare.html"
@@ -49,29 +49,6 @@ def compare(directories: Sequence[Path | str], target: Path | str = COMPARISON) 
         if not run.records:
             raise MilesError(f"{run.directory}: this run has not completed a step yet, so there is nothing to compare")
     return _write_page(runs, Path(target))
-
-
-def open_runs(directories: Sequence[Path]) -> list[RunReader]:
-    """Return readers of different runs; labels are the shortest ends of their paths that differ.
-
-    Raises:
-        MilesError: a directory is no run directory, is given twice, or was written by a newer version; or there are more runs than colours.
-    """
-    paths = [directory.resolve() for directory in directories]
-    if twice := next((path for number, path in enumerate(paths) if path in paths[:number]), None):
-        raise MilesError(f"{twice}: this run is given twice; give different runs")
-    if len(paths) > len(PALETTE):
-        raise MilesError(f"{len(paths)} runs: at most {len(PALETTE)} fit on one page; leave some out")
-    return [RunReader(path, label) for path, label in zip(paths, shorten_paths(paths), strict=True)]
-
-
-def shorten_paths(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest end of each path, in whole folders, that differs between all of them."""
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        ends = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [str(path) for path in paths]
 
 
 def _write_page(runs: Sequence[RunReader], target: Path) -> Path:

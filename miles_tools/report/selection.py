@@ -27,7 +27,7 @@ BUDGET, STEPS, TOKENS, CHARACTERS = 3_000_000, 12, 1_000, 6_000
 def select_samples(
     run: RunReader, number: int, runs: int, reward_key: str | None
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """Return whole samples of a run, and the number of damaged files.
+    """Return whole samples of a run, the number of damaged files, and that of all files that were read.
 
     Args:
         run: the run.

@@ -10,8 +10,7 @@ from typing import Any
 
 from miles_core.errors import MilesError
 from miles_tools.report.page import clean, gather, refresh
-from miles_tools.report.reading import option
-from miles_tools.report.report import open_runs
+from miles_tools.report.reading import open_runs, option
 from miles_tools.report.samples import SampleStore
 
 #: The overview is made again after at least this many times the seconds that it took.

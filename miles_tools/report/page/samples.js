@@ -25,14 +25,15 @@
     const after = at.after = make("button", { type: "button", text: "›", title: "next step  ]", "aria-label": "next step" });
     at.all = make("button", { type: "button", text: "search all steps", title: "apply the filters to every step, newest first" });
     at.count = make("span", { className: "count", role: "status" });
+    const filters = make("details", { className: "filters", open: !matchMedia("(max-width: 760px)").matches }, make("summary", { text: "Filters" }), make("div", {},
+      control("text", "text", make("input", { type: "search", placeholder: "prompt, response, calls" })),
+      make("span", {}, control("least", "reward ≥", number()), control("most", "≤", number())),
+      make("span", {}, control("short", "tokens ≥", number()), control("long", "≤", number())),
+      control("status", "status", make("select")), at.all));
     const choose = make("div", { className: "choose" },
       control("run", "run", make("select")), control("kind", "of", make("select")),
       make("span", {}, before, control("step", "step", make("select")), after),
-      control("text", "text", make("input", { type: "search", placeholder: "prompt, response, calls" })),
-      control("least", "reward ≥", number()), control("most", "≤", number()),
-      control("short", "tokens ≥", number()), control("long", "≤", number()),
-      control("status", "status", make("select")),
-      at.all, control("sort", "sort", make("select")), control("colour", "colour", make("select")), at.count);
+      control("sort", "sort", make("select")), control("colour", "colour", make("select")), at.count, filters);
     options(at.sort, Object.entries(orders).map(([value, [text]]) => [value, text]));
     options(at.colour, Object.entries(miles.colourings).map(([value, { name }]) => [value, name]));
     options(at.status, [["", "any"]]);
@@ -149,7 +150,7 @@
     at.list.replaceChildren(...list.slice(0, shown).map((s, i) => {
       const item = make("button", { type: "button", role: "option", tabIndex: -1, id: `sample-${i}`, "aria-selected": "false" },
         make("span", { className: "first", text: s.preview || "(empty)" }), make("span", { className: "right", text: show(s.reward) }),
-        make("span", { className: "small", text: [mixed ? `step ${s.step}` : "", s.status, `${s.length} tokens`, s.images ? `${s.images} images` : "", s.answers > 1 ? `${s.answers} answers` : ""].filter(Boolean).join(" · ") }),
+        make("span", { className: "small", text: [mixed ? `step ${s.step}` : "", s.status, `${s.length} tokens`, s.images ? `${s.images} image${s.images > 1 ? "s" : ""}` : "", s.answers > 1 ? `${s.answers} answers` : ""].filter(Boolean).join(" · ") }),
         make("span", { className: "small right", text: s.gap === null ? "" : "gap " + show(s.gap, 2) }));
       item.onclick = () => { pick(i); at.list.focus({ preventScroll: true }); };
       return item;
@@ -211,7 +212,7 @@
     },
     keys: {
       "j": () => pick(Math.min(list.length - 1, selected() + 1)), "k": () => pick(Math.max(0, selected() - 1)),
-      "[": () => move(-1), "]": () => move(1), "/": () => at.text.focus(),
+      "[": () => move(-1), "]": () => move(1), "/": () => { at.text.closest("details").open = true; at.text.focus(); },
       "c": () => { at.colour.selectedIndex = (at.colour.selectedIndex + 1) % at.colour.options.length; open(); },
     },
   };

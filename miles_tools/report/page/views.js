@@ -16,8 +16,9 @@
         make("div", { className: "label", text: card.label }), make("div", { className: "value", text: card.value }), make("div", { className: "note", text: card.note })))));
     }
     if (several(data)) parts.push(...compare(data));
-    const hints = data.runs.flatMap(run => run.hints.map(hint => make("div", { className: "hint" }, several(data) ? run.label + ", " : "", hint)));
-    if (hints.length) parts.push(make("h2", { text: "Hints" }), ...hints);
+    const hints = new Map();  // the same hint of several runs is shown once
+    for (const run of data.runs) for (const hint of run.hints) hints.set(hint, [...(hints.get(hint) ?? []), run.label]);
+    if (hints.size) parts.push(make("h2", { text: "Hints" }), ...[...hints].map(([hint, labels]) => make("div", { className: "hint", text: several(data) ? `${labels.join(", ")}: ${hint}` : hint })));
     overview.top.replaceChildren(...parts);
     if (!overview.tools && data.sections.length) overview.plots.before(overview.tools = miles.plotTools(several(data)));
     miles.plots(overview.plots, data.sections);
