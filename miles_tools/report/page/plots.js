@@ -27,7 +27,7 @@
 
   /** Columns, series and bands of uPlot for a plot. */
   const layers = plot => {
-    const columns = [plot.x], series = [{ label: "step" }], bands = [];
+    const columns = [plot.x], series = [{ label: "step", value: (u, v) => v === null || v === undefined ? "last" : String(v) }], bands = [];
     const points = plot.x.length <= 30;
     const add = (values, options) => { columns.push(values); series.push({ spanGaps: true, points: { show: false }, ...options }); return series.length - 1; };
     const quiet = { value: () => "", class: "quiet" };
@@ -36,7 +36,7 @@
       const tops = plot.lines.map(line => line.mid.map((v, i) => (base[i] += v ?? 0)));
       [...plot.lines.keys()].reverse().forEach(i => {
         const colour = miles.colour(i), own = plot.lines[i].mid;
-        add(tops[i], { label: plot.lines[i].label, stroke: colour, width: 1, fill: faint(colour, .75), value: (u, v, s, at) => at === null || at === undefined ? "–" : show(own[at]) });
+        add(tops[i], { label: plot.lines[i].label, stroke: colour, width: 1, fill: faint(colour, .75), value: (u, v, s, at) => show(at === null || at === undefined ? own.findLast(x => x !== null) : own[at]) });
       });
       // a band cuts the fill of each layer off where the one below begins
       for (let i = 1; i < plot.lines.length; i++) bands.push({ series: [i, i + 1], fill: faint(miles.colour(plot.lines.length - i), .75) });
@@ -56,7 +56,7 @@
       if (soft) add(raw, { label: "", stroke: faint(colour, .3), width: 1, ...quiet });
       add(curve(raw), {
         label: line.label, stroke: colour, width: 2, points: { show: points || line.marked, size: 5, fill: colour },
-        value: (u, v, s, at) => at === null || at === undefined ? show(raw.findLast(x => x !== null)) : number(plot, raw[at]) + (line.low && line.low[at] !== null ? ` (${number(plot, line.low[at])} … ${number(plot, line.high[at])})` : ""),
+        value: (u, v, s, at) => at === null || at === undefined ? number(plot, raw.findLast(x => x !== null)) : number(plot, raw[at]) + (line.low && line.low[at] !== null ? ` (${number(plot, line.low[at])} … ${number(plot, line.high[at])})` : ""),
       });
     });
     return { columns, series, bands };
@@ -91,7 +91,7 @@
       scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (u, low, high) => range(plot, low, high) } },
       axes: [
         { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], size: 26 },
-        { ...axis, size: 54, values: (u, ticks) => ticks.map(v => v === null ? "" : plot.percent ? +(100 * v).toPrecision(3) + "%" : compact(v)) },
+        { ...axis, size: 54, grid: log ? { ...axis.grid, filter: (u, ticks) => ticks.map(v => Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null) } : axis.grid, values: (u, ticks) => ticks.map(v => v === null ? "" : plot.percent ? +(100 * v).toPrecision(3) + "%" : compact(v)) },
       ],
       cursor: { sync: { key: "step" }, points: { size: 7 }, drag: { x: true, y: false } },
       legend: { live: true },
@@ -112,7 +112,7 @@
     // lines without a name are parts of another one
     [...node.querySelectorAll(".u-legend .u-series")].forEach((row, i) => { if (i > 0 && series[i]?.label === "") row.hidden = true; });
   };
-  const compact = v => v === 0 ? "0" : Math.abs(v) >= 1e4 || Math.abs(v) < 1e-3 ? v.toExponential(1).replace(/\.0e/, "e").replace("e+", "e") : String(+v.toPrecision(4));
+  const compact = v => v === 0 ? "0" : Math.abs(v) >= 1e4 && Math.abs(v) < 1e7 ? +(v / 1e3).toPrecision(5) + "k" : Math.abs(v) >= 1e7 || Math.abs(v) < 1e-3 ? v.toExponential(1).replace(/\.0e/, "e").replace("e+", "e") : String(+v.toPrecision(4));
   const range = (plot, low, high) => {
     if (low === null) return [0, 1];
     if (plot.percent) return [0, Math.max(1.1 * high, .02)];
