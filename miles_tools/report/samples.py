@@ -16,7 +16,7 @@ from typing import Any
 
 from miles_core.errors import MilesError
 from miles_tools.report.conversation import calls_of, turns_of
-from miles_tools.samples.files import KINDS, MEDIA, rollout_file
+from miles_tools.samples.files import DIRECTORY, KINDS, MEDIA, rollout_file
 from miles_tools.samples.index import DAMAGE, Place, read_at, read_lines
 
 #: Steps whose lists are held.
@@ -110,7 +110,7 @@ class SampleStore:
         if not 0 <= number < len(stored):
             raise MilesError(f"sample {row} of step {step} has no image number {number}")
         digest, path = str(stored[number].get("digest")), stored[number].get("path")
-        file = Path(path) if isinstance(path, str) else self.run_dir / MEDIA / digest
+        file = Path(path) if isinstance(path, str) else self.run_dir / DIRECTORY / MEDIA / digest
         try:
             content = file.read_bytes() if digest.isalnum() else b""
         except (OSError, ValueError) as error:
