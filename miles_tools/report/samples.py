@@ -72,7 +72,7 @@ class SampleStore:
         found = self._index(path, kind, step)
         if not text:
             return found.entries
-        wanted = text.casefold()
+        wanted = text.lower()
         # the text as it is in the file; quickly excludes most samples. Other letters have several spellings there
         raw = json.dumps(text)[1:-1].lower().encode() if text.isascii() else b""
         try:
@@ -80,7 +80,7 @@ class SampleStore:
             return [
                 found.entries[number]
                 for number, line in lines
-                if raw in line.lower() and wanted in _search_text(json.loads(line)).casefold()
+                if raw in line.lower() and wanted in _search_text(json.loads(line)).lower()
             ]
         except (*DAMAGE, IndexError) as error:
             raise _damaged(path, error) from error
@@ -211,7 +211,7 @@ def _describe(row: Mapping[str, Any], tokens: int, characters: int) -> dict[str,
     if advantages and len(set(advantages)) == 1:
         advantages = advantages[:1]
     prompt = row.get("prompt", "")
-    start = len(row.get("tokens") or ()) - len(pieces)
+    start = max(0, len(row.get("tokens") or ()) - len(pieces))
     return {
         "prompt": _messages(prompt, characters) if isinstance(prompt, list) else _cut(str(prompt), characters),
         "response": _cut(str(row.get("response", "")), characters) if not pieces else "",
