@@ -52,7 +52,7 @@ def make_run(directory, steps, age=0.0, **more):
 
 
 def data_of(page):
-    """The data inside of a report."""
+    """The data in a report."""
     return json.loads(re.search('id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
 

@@ -93,17 +93,17 @@ def test_a_list_is_searched_in_prompts_responses_labels_and_calls(tmp_path):
     keep(tmp_path, 1, rows)
     store = make_store(tmp_path)
 
-    def found(text):
+    def search(text):
         return [entry["row"] for entry in store.entries("train", 1, text)]
 
     assert (
-        found("") == [0, 1, 2, 3]
-        and found("sTRASS") == []
-        and found("STRA") == [0]
-        and found('say "a"') == [1]
-        and found("zürich") == [2]
+        search("") == [0, 1, 2, 3]
+        and search("sTRASS") == []
+        and search("STRA") == [0]
+        and search('say "a"') == [1]
+        and search("zürich") == [2]
     )
-    assert found("bcd") == [3] and found("completed") == []  # not the names of entries
+    assert search("bcd") == [3] and search("completed") == []  # not the names of entries
     assert store.sample("train", 1, 2)["calls"] == [
         {"turn": 0, "call": 'Weather({"city": "Zürich"})', "failed": True, "seconds": 0.5}
     ]
