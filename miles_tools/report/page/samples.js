@@ -6,7 +6,7 @@
   const view = make("div", {});
   const at = {};  // controls by name
   let overview = null, state = { run: 0, kind: "train", step: null, row: null };
-  let entries = [], list = [], shown = SHOWN, pinned = false, searching = 0, turn = 0;
+  let entries = [], list = [], shown = SHOWN, searching = 0, turn = 0;
 
   const control = (name, label, node) => { at[name] = node; node.setAttribute("aria-label", label); return make("label", {}, label, node); };
   const options = (node, pairs) => node.replaceChildren(...pairs.map(([value, text]) => make("option", { value, text })));
@@ -24,6 +24,7 @@
     const before = at.before = make("button", { type: "button", text: "‹", title: "previous step  [", "aria-label": "previous step" });
     const after = at.after = make("button", { type: "button", text: "›", title: "next step  ]", "aria-label": "next step" });
     at.all = make("button", { type: "button", text: "search all steps", title: "apply the filters to every step, newest first" });
+    at.follow = make("input", { type: "checkbox", checked: true });
     at.count = make("span", { className: "count", role: "status" });
     const filters = make("details", { className: "filters", open: !matchMedia("(max-width: 760px)").matches }, make("summary", { text: "Filters" }), make("div", {},
       control("text", "text", make("input", { type: "search", placeholder: "prompt, response, calls" })),
@@ -33,7 +34,8 @@
     const choose = make("div", { className: "choose" },
       control("run", "run", make("select")), control("kind", "of", make("select")),
       make("span", {}, before, control("step", "step", make("select")), after),
-      control("sort", "sort", make("select")), control("colour", "colour", make("select")), at.count, filters);
+      control("sort", "sort", make("select")), control("colour", "colour", make("select")),
+      miles.live ? make("label", { title: "show the newest step as soon as it is complete; off once you choose a sample" }, at.follow, "follow") : null, at.count, filters);
     options(at.sort, Object.entries(orders).map(([value, [text]]) => [value, text]));
     options(at.colour, Object.entries(miles.colourings).map(([value, { name }]) => [value, name]));
     options(at.status, [["", "any"]]);
@@ -52,7 +54,7 @@
     at.all.onclick = () => searching ? (searching = 0, turn++, count()) : everywhere();
     at.list.onkeydown = event => {
       const to = { ArrowDown: 1, ArrowUp: -1, Home: -Infinity, End: Infinity }[event.key];
-      if (to) { event.preventDefault(); pick(Math.max(0, Math.min(list.length - 1, selected() + to))); }
+      if (to) { event.preventDefault(); stay(); pick(Math.max(0, Math.min(list.length - 1, selected() + to))); }
     };
   };
 
@@ -66,13 +68,14 @@
     if (kinds.length && !kinds.some(([kind]) => kind === state.kind)) state.kind = kinds[0][0];
     options(at.kind, kinds);
     at.kind.parentElement.hidden = kinds.length < 2;
-    if (state.step === null || !steps().includes(state.step)) { state.step = newest(); pinned = false; }
+    if (state.step === null || !steps().includes(state.step)) state.step = newest();
     if (at.step.options.length !== steps().length || at.step.options[0]?.value !== String(steps()[0])) options(at.step, steps().map(step => [step, step]));
     at.run.value = state.run; at.kind.value = state.kind; at.step.value = state.step;
     at.before.disabled = state.step === steps()[0];
     at.after.disabled = state.step === newest();
   };
-  const go = step => { state = { ...state, step, row: null }; pinned = step !== newest(); sync(); return load(); };
+  const go = step => { state = { ...state, step, row: null }; stay(); sync(); return load(); };
+  const stay = () => { at.follow.checked = false; };
   const move = by => { const to = steps()[steps().indexOf(state.step) + by]; if (to !== undefined) go(to); };
 
   const passes = s => {
@@ -152,7 +155,7 @@
         make("span", { className: "first", text: s.preview || "(empty)" }), make("span", { className: "right", text: show(s.reward) }),
         make("span", { className: "small", text: [mixed ? `step ${s.step}` : "", s.status, `${s.length} tokens`, s.images ? `${s.images} image${s.images > 1 ? "s" : ""}` : "", s.answers > 1 ? `${s.answers} answers` : ""].filter(Boolean).join(" · ") }),
         make("span", { className: "small right", text: s.gap === null ? "" : "gap " + show(s.gap, 2) }));
-      item.onclick = () => { pick(i); at.list.focus({ preventScroll: true }); };
+      item.onclick = () => { stay(); pick(i); at.list.focus({ preventScroll: true }); };
       return item;
     }));
     if (list.length > shown) {
@@ -198,20 +201,19 @@
       const first = !at.list;
       if (first) build();
       if (place.length === 4) state = { ...state, run: Math.min(+place[0] || 0, overview.runs.length - 1), kind: place[1], step: +place[2], row: +place[3] };
+      if (place.length === 4) stay();
       sync();
-      pinned = state.step !== newest();
       if (first || place.length === 4) load();
     },
-    /** New data of the runs: follow the newest step unless the reader chose another one. */
+  
     update: data => {
       overview = data;
       if (!at.list) return;
-      const follow = !pinned && !searching && document.activeElement !== at.text;
-      if (follow) { const to = newest(); if (to !== state.step) { state = { ...state, step: to, row: null }; sync(); load(); return; } }
+      if (miles.live && at.follow.checked && !searching) { const to = newest(); if (to !== state.step) { state = { ...state, step: to, row: null }; sync(); load(); return; } }
       sync();
     },
     keys: {
-      "j": () => pick(Math.min(list.length - 1, selected() + 1)), "k": () => pick(Math.max(0, selected() - 1)),
+      "j": () => { stay(); pick(Math.min(list.length - 1, selected() + 1)); }, "k": () => { stay(); pick(Math.max(0, selected() - 1)); },
       "[": () => move(-1), "]": () => move(1), "/": () => { at.text.closest("details").open = true; at.text.focus(); },
       "c": () => { at.colour.selectedIndex = (at.colour.selectedIndex + 1) % at.colour.options.length; open(); },
     },

@@ -123,6 +123,10 @@ def test_the_page_follows_a_run(browser, run):
             == "#samples/0/train/6/0"
         )
         assert "6 of 9 steps" in browser.run("return document.getElementById('runs').innerText")
+        browser.run("document.querySelector('.list button').click()")  # somebody reads this sample
+        add_samples(run, 7, [0.5])
+        browser.wait("[...document.querySelectorAll('[aria-label=step] option')].some(o => o.value === '7')")
+        assert browser.run("return location.hash") == "#samples/0/train/6/0"
 
 
 def test_a_report_is_the_same_page_without_a_server(browser, run, tmp_path):
