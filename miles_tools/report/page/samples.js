@@ -49,7 +49,7 @@
     after.onclick = () => move(1);
     let timer = 0;
     at.text.oninput = () => { clearTimeout(timer); timer = setTimeout(load, 300); };
-    for (const name of ["least", "most", "short", "long", "status", "sort"]) at[name].oninput = () => fill();
+    for (const name of ["least", "most", "short", "long", "status", "sort"]) at[name].oninput = () => { state.row = null; fill(); };
     at.colour.onchange = () => open();
     at.all.onclick = () => searching ? (searching = 0, turn++, count()) : everywhere();
     at.list.onkeydown = event => {
@@ -200,17 +200,21 @@
     open: place => {
       const first = !at.list;
       if (first) build();
-      if (place.length === 4) state = { ...state, run: Math.min(+place[0] || 0, overview.runs.length - 1), kind: place[1], step: +place[2], row: +place[3] };
-      if (place.length === 4) stay();
+      if (place.length === 4) {
+        state = { ...state, run: Math.min(+place[0] || 0, overview.runs.length - 1), kind: place[1], step: +place[2], row: +place[3] };
+        stay();
+      }
       sync();
       if (first || place.length === 4) load();
     },
-  
+    /** Take new data of the runs; show the newest step if the reader follows. */
     update: data => {
       overview = data;
       if (!at.list) return;
-      if (miles.live && at.follow.checked && !searching) { const to = newest(); if (to !== state.step) { state = { ...state, step: to, row: null }; sync(); load(); return; } }
+      const to = newest(), follow = miles.live && at.follow.checked && !searching && to !== state.step;
+      if (follow) state = { ...state, step: to, row: null };
       sync();
+      if (follow) load();
     },
     keys: {
       "j": () => { stay(); pick(Math.min(list.length - 1, selected() + 1)); }, "k": () => { stay(); pick(Math.max(0, selected() - 1)); },

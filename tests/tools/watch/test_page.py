@@ -65,6 +65,9 @@ def test_a_reader_finds_plots_samples_and_the_plan(browser, run):
             "turn fed",
             "turn answer",
         ]
+        browser.run("const sort = document.querySelector('[aria-label=sort]'); sort.value = 'high'; sort.oninput();")
+        browser.wait("location.hash === '#samples/0/train/3/1'")
+        browser.run("const sort = document.querySelector('[aria-label=sort]'); sort.value = 'order'; sort.oninput();")
         browser.press("[")
         browser.wait("location.hash === '#samples/0/train/2/0'")
         browser.press("/")
