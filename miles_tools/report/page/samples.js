@@ -199,7 +199,7 @@
     /** Open the view at a place such as ["0", "train", "12", "3"]. */
     open: place => {
       const first = !at.list;
-      if (first) build();
+      if (first) { build(); miles.samples.update(overview); }
       if (place.length === 4) {
         state = { ...state, run: Math.min(+place[0] || 0, overview.runs.length - 1), kind: place[1], step: +place[2], row: +place[3] };
         stay();
@@ -211,6 +211,7 @@
     update: data => {
       overview = data;
       if (!at.list) return;
+      at.follow.parentElement?.toggleAttribute("hidden", overview.runs.every(run => run.status.state === "finished"));
       const to = newest(), follow = miles.live && at.follow.checked && !searching && to !== state.step;
       if (follow) state = { ...state, step: to, row: null };
       sync();
