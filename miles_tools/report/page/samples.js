@@ -75,6 +75,7 @@
     at.after.disabled = state.step === newest();
   };
   const go = step => { state = { ...state, step, row: null }; stay(); sync(); return load(); };
+  const showFollow = () => at.follow.parentElement?.toggleAttribute("hidden", overview.runs.every(run => run.status.state === "finished"));
   const stay = () => { at.follow.checked = false; };
   const move = by => { const to = steps()[steps().indexOf(state.step) + by]; if (to !== undefined) go(to); };
 
@@ -199,7 +200,8 @@
     /** Open the view at a place such as ["0", "train", "12", "3"]. */
     open: place => {
       const first = !at.list;
-      if (first) { build(); miles.samples.update(overview); }
+      if (first) build();
+      showFollow();
       if (place.length === 4) {
         state = { ...state, run: Math.min(+place[0] || 0, overview.runs.length - 1), kind: place[1], step: +place[2], row: +place[3] };
         stay();
@@ -211,7 +213,7 @@
     update: data => {
       overview = data;
       if (!at.list) return;
-      at.follow.parentElement?.toggleAttribute("hidden", overview.runs.every(run => run.status.state === "finished"));
+      showFollow();
       const to = newest(), follow = miles.live && at.follow.checked && !searching && to !== state.step;
       if (follow) state = { ...state, step: to, row: null };
       sync();
