@@ -25,6 +25,8 @@ _HELD = 16
 _PREVIEW = 120
 #: Limits of a single sample: its tokens, and the characters of each text.
 TOKENS, CHARACTERS = 100_000, 400_000
+#: Bytes of the largest image that is shown.
+_LARGEST = 64 << 20
 #: First bytes of the images that a page shows, and their types. SVG is not one of them: it may contain scripts.
 _IMAGES = {
     b"\x89PNG\r\n": "image/png",
@@ -112,14 +114,15 @@ class SampleStore:
         digest, path = str(stored[number].get("digest")), stored[number].get("path")
         file = Path(path) if isinstance(path, str) else self.run_dir / DIRECTORY / MEDIA / digest
         try:
-            content = file.read_bytes() if digest.isalnum() else b""
+            shown = digest.isalnum() and file.is_file() and file.stat().st_size <= _LARGEST
+            content = file.read_bytes() if shown else b""
         except (OSError, ValueError) as error:
             raise MilesError(
                 f"the image {file} cannot be read ({getattr(error, 'strerror', None) or error})"
             ) from error
         kind_of = next((name for start, name in _IMAGES.items() if content.startswith(start)), "")
         if not kind_of or hashlib.sha256(content).hexdigest() != digest:
-            raise MilesError(f"{file} is not the image that the run read")
+            raise MilesError(f"{file} is missing, or is not the image that the run read")
         return content, kind_of
 
     def _path(self, kind: str, step: int) -> Path:
