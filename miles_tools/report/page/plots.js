@@ -130,7 +130,8 @@
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     const canvas = make("canvas", { width: Math.max(1, values[0]?.length ?? 1), height: Math.max(1, values.length), role: "img", "aria-label": `${plot.title}: ${show(low)} to ${show(high)} ${plot.unit}` });
     const pen = canvas.getContext("2d");
-    const shade = v => `hsl(${230 - 180 * v} ${55 + 20 * v}% ${18 + 55 * v}%)`;
+    const stops = [[0, 32, 77], [124, 123, 120], [255, 234, 70]];  // cividis: its lightness grows with the value
+    const shade = v => { const i = v < .5 ? 0 : 1, t = 2 * v - i; return `rgb(${stops[i].map((c, n) => Math.round(c + t * (stops[i + 1][n] - c)))})`; };
     values.forEach((row, y) => row.forEach((v, x) => { if (v !== null) { pen.fillStyle = shade(high > low ? (v - low) / (high - low) : .5); pen.fillRect(x, y, 1, 1); } }));
     const every = Math.ceil(names.length / 16);
     const list = make("div", { className: "names", title: rows }, ...names.filter((_, i) => i % every === 0).map(text => make("span", { text })));

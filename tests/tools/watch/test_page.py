@@ -144,6 +144,18 @@ def test_a_report_is_the_same_page_without_a_server(browser, run, tmp_path):
     assert browser.errors() == [] and EVIL not in browser.run("return document.title")
 
 
+def test_a_grid_of_a_plugin_is_a_heat_map(browser, run):
+    grid = {"rows": "layer", "columns": "expert", "names": ["a", "b"], "values": [[0.0, 1.0, None], [0.5, 0.5, 0.5]]}
+    (run / "expert_loads.json").write_text(json.dumps(grid))
+    with serve(run) as client:
+        ready(browser, f"http://127.0.0.1:{client.server.server_address[1]}{client.base}#overview")
+        browser.run("document.querySelector('[data-key^=\"Plugin Experts\"]').scrollIntoView()")
+        pixels = browser.wait(
+            "(c => c && [...c.getContext('2d').getImageData(0, 0, 3, 2).data])(document.querySelector('.heat canvas'))"
+        )
+    assert [pixels[i : i + 4] for i in (0, 4, 8)] == [[0, 32, 77, 255], [255, 234, 70, 255], [0, 0, 0, 0]]
+
+
 def test_it_fits_a_phone(browser, run):
     browser.devtools("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
     try:
