@@ -12,6 +12,7 @@ _COMMANDS = {
     "convert": "convert a checkpoint to a number format, or back to bf16",
     "verify": "check that engine and trainer agree about the same tokens, and explain the gap",
     "report": "write an HTML report of a run",
+    "watch": "serve a page on this machine that follows runs while they work",
     "replay": "repeat the training of a recorded step and compare the result",
     "diff": "find the first step, phase, sample, token and tensor in which two runs part",
     "doctor": "show environment, versions, hardware, and what each plugin can do here",

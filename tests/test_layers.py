@@ -108,7 +108,7 @@ TOOLS: list[dict[str, str]] = [
         "alerts": "http_client core: contracts errors redact",
         "command_line": "foreign core: config",
         "rewards": "http_client core: contracts data errors redact reward",
-        "report": "output_file samples core: errors mismatch observe plugin redact run version",
+        "report": "output_file samples core: errors observe plugin redact version",
         "authoring": "core: config errors nearest plugin version",
         "demo": "core: data errors observe plugin",
     },
@@ -116,10 +116,11 @@ TOOLS: list[dict[str, str]] = [
         "sinks": "alerts core: config contracts errors plugin redact version",
         "verify": "output_file report core: contracts data errors mismatch precision version",
         "replay": "samples report core: checkpoint config contracts data errors launch observe plugin rollout run version workers: workers",
+        "watch": "report core: errors",
     },
     {
         "examine": "rewards replay core: checkpoint config errors plugin formats: formats",
-        "commands": "report authoring demo verify replay core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
+        "commands": "report authoring demo verify replay watch core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]
 

@@ -73,8 +73,7 @@ def strings(value: object) -> list[str]:
 @given(secret=SECRETS)
 @example(secret="Q7z\"'\\<&%+/=:;,#?@é日$x")
 def test_no_file_holds_a_secret(toy_run, tmp_path_factory, where, secret):
-    from miles_tools.report.compare import compare
-    from miles_tools.report.report import report
+    from miles_tools.report.report import compare, report
 
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "code.py").write_text(CODE)

@@ -44,3 +44,21 @@ def _call(call: Mapping[str, Any]) -> str:
     arguments = call.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
     return f"{call.get('name', '?')}({text[:CHARACTERS]}{'...' if len(text) > CHARACTERS else ''})"
+
+
+def calls_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a sample: ``turn``, ``call`` as text, ``failed`` and ``seconds``; [] if it has none."""
+    metadata = row.get("metadata")
+    calls = metadata.get("tool_calls") if isinstance(metadata, Mapping) else None
+    if not isinstance(calls, list):
+        return []
+    return [
+        {
+            "turn": call.get("turn"),
+            "call": _call(call),
+            "failed": bool(call.get("failed")),
+            "seconds": call.get("seconds") if isinstance(call.get("seconds"), (int, float)) else None,
+        }
+        for call in calls[: TURNS * CALLS]
+        if isinstance(call, Mapping)
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from miles_tools.report.plots import INK, TITLE
 _NAMED = 16
 
 
-def find_grids(run_dir: Path, declared: Iterable[Panel]) -> Iterator[tuple[Panel, bytes]]:
-    """Yield a panel and its PNG image for each file of a declared grid.
+def find_grids(run_dir: Path, declared: Iterable[Panel]) -> Iterator[tuple[Panel, dict[str, Any]]]:
+    """Yield a panel and its grid for each file of a declared grid.
 
     Raises:
         MilesError: a file is not what a plugin writes.
@@ -33,36 +33,41 @@ def find_grids(run_dir: Path, declared: Iterable[Panel]) -> Iterator[tuple[Panel
             more = file.stem.removeprefix(panel.name).strip("-_")
             title = f"{panel.title} ({more})" if more else panel.title
             try:
-                yield (
-                    replace(panel, name=file.stem, title=title),
-                    _draw(title, panel.unit, json.loads(file.read_text())),
-                )
+                yield replace(panel, name=file.stem, title=title), _check(json.loads(file.read_text()))
             except (ValueError, KeyError, TypeError) as error:
                 raise MilesError(
                     f"{file} is not a grid of a report ({error}); delete it, or run the step that wrote it again"
                 ) from error
 
 
-def _draw(title: str, unit: str, grid: dict[str, Any]) -> bytes:
+def _check(grid: Any) -> dict[str, Any]:
+    """Return the grid; its numbers that are not finite are None."""
+    values = [[None if v is None or not math.isfinite(v) else float(v) for v in row] for row in grid["values"]]
+    if len(values) != len(grid["names"]) or len({len(row) for row in values}) > 1:
+        raise ValueError("values has other rows than names, or rows of several lengths")
+    names = [str(name) for name in grid["names"]]
+    return {"rows": str(grid["rows"]), "columns": str(grid["columns"]), "names": names, "values": values}
+
+
+def draw_grid(panel: Panel, grid: Mapping[str, Any]) -> bytes:
+    """Draw a grid of ``find_grids`` as a PNG image."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    values = [[math.nan if v is None else float(v) for v in row] for row in grid["values"]]
-    if len(values) != len(grid["names"]) or len({len(row) for row in values}) > 1:
-        raise ValueError("values has other rows than names, or rows of several lengths")
+    values = [[math.nan if v is None else v for v in row] for row in grid["values"]]
     buffer = io.BytesIO()
     with rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(5.4, 3.0), dpi=170, facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.set_title(title, loc="left", pad=10, **TITLE)
+        axes.set_title(panel.title, loc="left", pad=10, **TITLE)
         image = axes.imshow(values or [[math.nan]], aspect="auto", interpolation="nearest", cmap="cividis")
         step = math.ceil(max(len(values), 1) / _NAMED)
         axes.set_yticks(range(0, len(values), step), [str(name) for name in grid["names"][::step]])
         axes.set_xlabel(grid["columns"], fontsize=9, color=INK)
         axes.set_ylabel(grid["rows"], fontsize=9, color=INK)
         axes.tick_params(labelsize=9, colors=INK, length=3)
-        figure.colorbar(image, ax=axes, label=unit or None).ax.tick_params(labelsize=9, colors=INK)
+        figure.colorbar(image, ax=axes, label=panel.unit or None).ax.tick_params(labelsize=9, colors=INK)
         figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()

@@ -178,7 +178,7 @@ def make_figure(panel: Panel, records: Records) -> Figure:
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
     for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
-        steps, values = _drop_huge(*_without_warm_start(metric, *series(records, metric)))
+        steps, values = without_huge(*without_warm_start(metric, *series(records, metric)))
         few = len(steps) <= 30 or metric in panel.marked
         marker: dict[str, Any] = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
         if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
@@ -193,14 +193,14 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
             _band(axes, records, metric, panel.band, color)
 
 
-def _without_warm_start(metric: str, steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def without_warm_start(metric: str, steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
     """Leave out step 0 of metrics of training: it belongs to the supervised warm start, with another loss and learning rate."""
     if "train/" not in metric or len(steps) < 2 or steps[0] != 0:
         return steps, values
     return steps[1:], values[1:]
 
 
-def _drop_huge(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def without_huge(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
     """Treat values that are too large for matplotlib's axes as not finite."""
     return steps, [v if abs(v) < 1e100 else math.nan for v in values]
 

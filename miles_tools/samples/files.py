@@ -18,6 +18,8 @@ from typing import Any
 from miles_core.errors import MilesError
 
 DIRECTORY = "rollouts"
+#: Folder of the images of samples, in ``DIRECTORY``.
+MEDIA = "media"
 KINDS = ("train", "eval")
 SUFFIX = ".jsonl.gz"
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from miles_tools.samples.files import MEDIA
+from miles_tools.samples.media import store_media
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
 from miles_workers.remote_sample import StoredGroup, unpack_run
 from miles_workers.remote_tokens import RemoteTokens, StoredTokens
@@ -41,7 +43,7 @@ class RowWriter:
         tokens: dict[int, StoredTokens] = {}
         rows: list[Row] = []
         for entry in entries:
-            rows += [entry] if isinstance(entry, Row) else _read(step, entry, groups, tokens)
+            rows += [entry] if isinstance(entry, Row) else _read(step, entry, groups, tokens, path.parents[1] / MEDIA)
         unknown = self._pieces.take_unknown(np.concatenate([response_of(row) for row in rows]))
         if unknown:
             self._waiting = path, rows, secrets
@@ -53,10 +55,14 @@ class RowWriter:
         path.write_bytes(pack(rows, self._pieces, secrets))
 
 
-def _read(step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]) -> list[Row]:
-    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their object reference."""
+def _read(
+    step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens], media: Path
+) -> list[Row]:
+    """Convert the samples that ``remote`` refers to, and store their images in ``media``. groups, tokens: those of the message, by the
+    identity of their object reference."""
     run, recorded, data_set = entry
     samples = unpack_run(run, groups)
+    store_media(media, samples)
     trained: list[RecordedTokens | None] = [None] * len(samples)
     if isinstance(recorded, tuple):
         stored, first = recorded

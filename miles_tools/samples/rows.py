@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from miles_core.redact import MARK
+from miles_tools.samples.media import describe_media
 
 if TYPE_CHECKING:
     from miles_core.data.sample import Sample
@@ -107,6 +108,8 @@ def make_row(step: int, sample: Sample, trained: RecordedTokens | None, data_set
         "weight_versions": sample.weight_versions,
         "response_length": sample.response_length,
     }
+    if sample.media:
+        plain["media"] = describe_media(sample)
     columns = {
         "tokens": tokens,
         "loss_mask": _as_array(sample.loss_mask, np.int8),

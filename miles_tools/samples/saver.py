@@ -19,11 +19,12 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
-from miles_tools.samples.files import DIRECTORY, FILE, KINDS, join_parts, part_files, read_file, rollout_files
+from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, join_parts, part_files, read_file, rollout_files
+from miles_tools.samples.media import forget_media, store_media
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
 from miles_tools.samples.rows import JoinedRows, Pieces, Row, count_tokens, divide, make_row, pack, response_of
-from miles_workers.remote_sample import RemoteSample
+from miles_workers.remote_sample import RemoteSample, is_reference
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -83,6 +84,7 @@ class SampleSaver:
         async with self._turn:
             await self._complete()
             listed = [*samples]
+            self._store_media([sample for sample, _, _ in listed if not is_reference(sample)], step)
             if any(type(sample) is RemoteSample for sample, _, _ in listed):
                 self._remote.texts.loop = asyncio.get_running_loop()
                 entries = await make_entries(step, listed)
@@ -100,6 +102,15 @@ class SampleSaver:
                 self.save(kind, step, rows)
             else:
                 self._pending = self._thread.submit(self.save, kind, step, rows)
+
+    def _store_media(self, samples: Sequence[Sample], step: int) -> None:
+        try:
+            store_media(self.run_dir / DIRECTORY / MEDIA, samples)
+        except OSError as error:
+            where = self.run_dir / DIRECTORY / MEDIA
+            raise MilesError(
+                f"cannot write the images of step {step} to {where}: {error.strerror}; {_advise(error)}"
+            ) from error
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
@@ -201,6 +212,8 @@ class SampleSaver:
             )
 
     def _forget_oldest(self, newest: int) -> None:
+        if self.limit is not None:
+            forget_media(self.run_dir / DIRECTORY / MEDIA, self.limit)
         total = sum(self._sizes.values())
         for step, kind in sorted(self._sizes):
             if self.limit is None or total <= self.limit or step == newest:

@@ -42,6 +42,7 @@ def test_help_lists_every_command_and_nothing_else(capsys):
         "convert",
         "verify",
         "report",
+        "watch",
         "doctor",
         "completion",
         "simulate",

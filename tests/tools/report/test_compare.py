@@ -1,12 +1,14 @@
 """``miles report A B`` shows what differs between runs."""
 
 import json
+import re
 
 import pytest
 
 from miles_core.errors import MilesError
 from miles_tools.commands.report import run as command
-from miles_tools.report.compare import compare, shorten_paths
+from miles_tools.report.reading import shorten_paths
+from miles_tools.report.report import compare
 
 
 def make_run(directory, lr, rewards, **more):
@@ -20,11 +22,8 @@ def make_run(directory, lr, rewards, **more):
     return directory
 
 
-def rows(page):
-    """First cell -> the other cells, of every row."""
-    found = [row.split("<td") for row in page.split("<tr>") if "<td" in row]
-    cells = [[cell.split(">", 1)[1].split("<")[0] for cell in row[1:]] for row in found]
-    return {first: rest for first, *rest in cells}
+def overview_of(page):
+    return json.loads(re.search('id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])["overview"]
 
 
 def test_options_versions_and_last_values_are_compared(tmp_path, monkeypatch, capsys):
@@ -35,20 +34,18 @@ def test_options_versions_and_last_values_are_compared(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert command([str(one), str(two)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "compare.html")
-    page = (tmp_path / "compare.html").read_text()
-    assert rows(page) == {
-        "train.lr": ["0.001", "0.0001"],
-        "version of tis": ["0.2", "0.3"],
-        "reward/mean": ["0.25", "0.5"],
-        "mine/x": ["-", "3"],
-    }
-    assert page.count("data:image/png") == 1 and "<style>" in page
+    found = overview_of(tmp_path / "compare.html")
+    assert found["differences"] == [["train.lr", ["0.001", "0.0001"]], ["version of tis", ["0.2", "0.3"]]]
+    last = [{row[0]: row[2] for row in run["rows"]} for run in found["runs"]]
+    assert last == [{"reward/mean": "0.25"}, {"reward/mean": "0.5", "mine/x": "3"}]
+    plots = {plot["title"]: plot for section in found["sections"] for plot in section["plots"]}
+    assert [line["label"] for line in plots["Reward"]["lines"]] == ["one", "two"]
 
 
 def test_equal_runs_say_so_and_paths_are_shortened(tmp_path):
     one, two = (make_run(tmp_path / name / "run", 1e-3, [0.1]) for name in "ab")
     target = compare([one, two], tmp_path / "both.html")
-    assert "All options and versions of plugins are equal." in target.read_text()
+    assert overview_of(target)["differences"] == []
     assert shorten_paths([one, two]) == ["a/run", "b/run"]
 
 
@@ -57,7 +54,7 @@ def test_runs_that_cannot_be_compared_are_refused_by_name(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(MilesError, match="one: this run is given twice"):
         compare([one, one])
-    with pytest.raises(MilesError, match=r"none: no metrics.jsonl; give run directories"):
+    with pytest.raises(MilesError, match=r"none is not a run directory"):
         compare([one, tmp_path / "none"])
-    with pytest.raises(MilesError, match="9 runs: at most 8 fit into one comparison"):
+    with pytest.raises(MilesError, match="9 runs: at most 8 fit on one page"):
         compare([tmp_path / str(i) for i in range(9)])

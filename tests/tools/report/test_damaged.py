@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 
 import pytest
 
@@ -42,7 +43,9 @@ def test_files_of_samples_that_are_damaged_are_counted(tmp_path, whole):
     for step, data in enumerate([good] * whole + [good[:-6], b"", other], 1):
         (directory / f"{step:08d}.jsonl.gz").write_bytes(data)
     page = report(run).read_text()
-    assert f"3 of {3 + whole} files with samples are damaged" in page and ("browser of samples" in page) == bool(whole)
+    data = json.loads(re.search('id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data["overview"]["runs"][0]["problem"] == f"3 of {3 + whole} files with samples are damaged and left out."
+    assert len(data["samples"]) == whole and data["overview"]["runs"][0]["steps"]["train"] == [1, 2, 3][:whole]
 
 
 @pytest.mark.parametrize("text", ["rollout: 5", "defaults: [1]", "rollout: {num_rollout: many}"])

@@ -1,7 +1,8 @@
+import base64
+import hashlib
 import json
 import re
 import time
-from html.parser import HTMLParser
 
 import pytest
 
@@ -50,49 +51,56 @@ def make_run(directory, steps, age=0.0, **more):
     return directory
 
 
-class Page(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.images, self.links, self.stack = [], [], []
-        self.feed(text)
+def data_of(page):
+    """The data in a report."""
+    return json.loads(re.search('id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        if tag == "img":
-            self.images.append(attrs["src"])
-        self.links += [v for k, v in attrs.items() if k in ("src", "href")]
+
+def overview_of(page):
+    return data_of(page)["overview"]
+
+
+def first_run(page):
+    return overview_of(page)["runs"][0]
 
 
 def text_of(page):
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<style>.*?</style>", "", page)))
+    """All that a report says about its first run, as one text."""
+    return json.dumps(first_run(page), ensure_ascii=False)
 
 
-def test_report_is_one_file_with_every_panel_and_the_same_pngs(tmp_path):
+def plots_of(page):
+    return {section["title"]: [plot["title"] for plot in section["plots"]] for section in overview_of(page)["sections"]}
+
+
+def test_report_is_one_file_with_every_panel_and_pngs(tmp_path):
     run_dir = make_run(tmp_path / "run", 5, **STEP)
-    page = report(run_dir).read_text()
-    parsed = Page(page)
-    assert all(link.startswith(("data:image/png;base64,", "#")) for link in parsed.links)
-    anchors = set(re.findall(r'\bid="([\w-]+)"', page))
-    assert {link[1:] for link in parsed.links if link[0] == "#"} <= anchors
+    page = report(run_dir)
+    text = page.read_text()
+    assert not re.search(r'(?:src|href)="(?!data:|#)', text) and "{{" not in text
     pngs = {p.name for p in (run_dir / "report").iterdir()}
-    assert len(parsed.images) == len(pngs)
     assert {"reward.png", "length.png", "loss.png", "mismatch.png", "time.png", "mine_things.png"} <= pngs
     assert "kl.png" not in pngs  # always 0: the table says so
-    text = text_of(page)
-    assert "Finished: 5 of 5 steps are complete." in text
-    assert "plan 8f3c12ab" in text
-    assert "mine 0.3" in text
-    assert "Metrics that did not change" in text
-    assert "rollout.num_rollout 5" in text
-    assert "temperature" not in text
-    assert "train/approx_kl_k3 0 0" in text
+    plots = [plot for section in overview_of(page)["sections"] for plot in section["plots"]]
+    assert {f"{plot['name']}.png" for plot in plots} == pngs
+    run = first_run(page)
+    assert run["status"]["text"] == "Finished: 5 of 5 steps are complete."
+    assert run["plan"]["digest"] == "8f3c12ab" and run["plan"]["plugins"][0]["version"] == "0.3"
+    assert "Metrics that did not change" in plots_of(page)
+    assert ["rollout.num_rollout", "5"] in run["changed"] and "temperature" not in json.dumps(run["changed"])
+    assert ["train/approx_kl_k3", "0", "0"] in [row[:3] for row in run["rows"]]
 
 
-def test_plots_that_do_not_move_are_folded_and_samples_come_first(tmp_path, monkeypatch):
-    from miles_tools.report import report as module
+def test_the_policy_of_a_report_allows_its_own_scripts_only(tmp_path):
+    text = report(make_run(tmp_path / "run", 1)).read_text()
+    policy = re.search('Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    for tag in ("script", "style"):
+        for part in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
+            assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy
 
-    browser = {"data": "[]", "shown": 1, "held": 1, "steps": 1}
-    monkeypatch.setattr(module, "browser", lambda *_: browser)
+
+def test_plots_that_do_not_move_are_folded(tmp_path):
     names = ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm", "train/entropy")
     steady = {"mine/gap": 1e-8, "train/lr": 1e-6, "mine/share": 1.0, "time/rollout": 2.0}
     records = [
@@ -101,46 +109,39 @@ def test_plots_that_do_not_move_are_folded_and_samples_come_first(tmp_path, monk
     ]
     make_run(tmp_path, 1)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    page = report(tmp_path).read_text()
-    places = [
-        page.index(f'id="{name}"') for name in ("overview", "samples", "training", "plugin-0", "summary", "constant")
-    ]
-    assert places == sorted(places)
-    parts = {
-        anchor: re.findall(r'alt="([^"]*)"', part)
-        for anchor, part in re.findall(r'<(?:h2|details) id="([\w-]+)">(.*?)(?=<h2|<details|</main>)', page, re.DOTALL)
+    page = report(tmp_path)
+    assert plots_of(page) == {
+        "Overview": ["Reward", "Response length", "Policy loss"],
+        "Training": ["Gradient norm", "Entropy of the policy", "Time by phase"],
+        "Plugin mine": ["up"],
+        "Metrics that did not change": ["Learning rate", "gap", "share"],
     }
-    assert parts["overview"] == ["Reward", "Response length", "Policy loss"]
-    assert parts["training"] == ["Gradient norm", "Entropy of the policy", "Time by phase"]
-    assert parts["plugin-0"] == ["up"]
-    assert parts["constant"] == ["Learning rate", "gap", "share"]
-    assert "Metrics that did not change (3)" in page and '<a href="#constant">' in page
+    assert [section["folded"] for section in overview_of(page)["sections"]] == [False, False, False, True]
 
 
 def test_graded_rewards_are_reported_as_their_mean(tmp_path):
-    page = report(make_run(tmp_path / "graded", 4, **{"eval/accuracy": 0.0, "eval/reward": 0.56})).read_text()
+    page = report(make_run(tmp_path / "graded", 4, **{"eval/accuracy": 0.0, "eval/reward": 0.56}))
     assert "held-out reward" in text_of(page) and "held-out accuracy" not in text_of(page)
-    page = report(make_run(tmp_path / "binary", 4, **{"eval/accuracy": 0.5, "eval/reward": 0.5})).read_text()
+    page = report(make_run(tmp_path / "binary", 4, **{"eval/accuracy": 0.5, "eval/reward": 0.5}))
     assert "held-out accuracy" in text_of(page) and "held-out reward" not in text_of(page)
 
 
 def test_running_and_stopped_runs_are_told_apart(tmp_path):
-    assert "Still running: 3 of 5 steps are complete" in report(make_run(tmp_path / "a", 3)).read_text()
-    assert (
-        "Not running: 3 of 5 steps are complete, the last one 2.8 h ago."
-        in report(make_run(tmp_path / "b", 3, age=10_000)).read_text()
+    assert "Still running: 3 of 5 steps are complete" in text_of(report(make_run(tmp_path / "a", 3)))
+    assert "Not running: 3 of 5 steps are complete, the last one 2.8 h ago." in text_of(
+        report(make_run(tmp_path / "b", 3, age=10_000))
     )
 
 
 def test_one_step_no_step_and_only_some_files(tmp_path):
-    assert "Still running: 1 of 5" in report(make_run(tmp_path / "one", 1)).read_text()
-    page = report(make_run(tmp_path / "none", 0)).read_text()
-    assert "This run has not completed a step yet, so there is nothing to plot." in page
-    assert not Page(page).images
+    assert "Still running: 1 of 5" in text_of(report(make_run(tmp_path / "one", 1)))
+    page = report(make_run(tmp_path / "none", 0))
+    assert "This run has not completed a step yet, so there is nothing to plot." in text_of(page)
+    assert not plots_of(page)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"step": 1, "odd": 1.0}\n')
-    assert "1 steps are complete" in report(bare).read_text()
+    assert "1 steps are complete" in text_of(report(bare))
     assert {p.name for p in (bare / "report").iterdir()} == {"odd.png"}
 
 
@@ -156,7 +157,7 @@ def test_values_that_are_not_finite_and_hints(tmp_path):
     run_dir = make_run(tmp_path / "run", 4, **STEP)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "time": 0, "train/loss": null, "nonfinite": {"train/loss": "nan"}}\n')
-    text = text_of(report(run_dir).read_text())
+    text = text_of(report(run_dir))
     assert "step 5: train/loss is nan; lower --lr" in text
     assert "1 of 5 values not finite" in text
 
@@ -166,8 +167,8 @@ def test_names_and_values_that_nobody_expects(tmp_path):
     run_dir = make_run(tmp_path / "run", 2, **dict.fromkeys(names, 1e308))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "time": None, **dict.fromkeys(names, -1e308)}) + "\n")
-    page = report(run_dir).read_text()
-    assert all(name in page for name in names)
+    rows = [row[0] for row in first_run(report(run_dir))["rows"]]
+    assert all(name in rows for name in names)
     images = {p.name for p in (run_dir / "report").iterdir()}
     assert len(images) == len(names) + 1 and {"mine_x.y.png", "mine_x.y_2.png", "mine_x_y.png"} < images
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -179,7 +180,7 @@ def test_names_and_values_that_nobody_expects(tmp_path):
 def test_environment_is_shown(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     environment.write_environment(run_dir)
-    text = text_of(report(run_dir).read_text())
+    text = text_of(report(run_dir))
     assert "threads" in text
     assert "torch" in text
 
@@ -248,9 +249,9 @@ def test_the_mismatch_budget_of_a_verified_run(toy_run):
         steps=1,
         verify_logprobs_tolerance=5,
     )
-    page = report(run.directory).read_text()
-    assert "Mismatch budget at weight version 0" in page
-    assert "weight quantisation" in page and "replayed: training is free of it" in page
+    budget = first_run(report(run.directory))["budget"]
+    assert budget["version"] == 0 and "weight quantisation" in [row[0] for row in budget["rows"]]
+    assert "replayed: training is free of it" in [row[-1] for row in budget["rows"]]
     assert (run.directory / "report" / "budget.png").is_file()
 
 
@@ -258,7 +259,7 @@ def test_a_run_that_ended_says_how(tmp_path):
     make_run(tmp_path, 1)
     ending = {"why": "ended by DataError: no such answer", "time": time.time() + 5}
     (tmp_path / "ending.json").write_text(json.dumps(ending))
-    page = report(tmp_path).read_text()
+    page = text_of(report(tmp_path))
     assert "Not running" in page and "It ended by DataError: no such answer." in page
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from miles_core.contracts.runtime import TrainedTokens
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import MilesError
 from miles_tools.samples import remote
@@ -126,6 +127,20 @@ def test_files_are_those_of_samples_in_the_driver(tmp_path, nothing_is_read, mon
     expected, none = save(tmp_path / "here", lambda: plain(length), lambda: plain(length + 1))
     assert none == 0 and found == expected and len(found) == 24
     assert found[1]["train_log_probs"][0] == -0.5 and found[0]["metadata"] == {"x": "{3}"}
+
+
+def test_images_of_samples_elsewhere_are_stored(tmp_path, nothing_is_read):
+    image = Media.of("image", b"of a column")
+
+    def with_image():
+        group = groups(5, 1)[0]
+        for sample in group:
+            sample.media = (image,)
+        return [(sample, None, "") for sample in refer_group(group)]
+
+    found, processes = save(tmp_path, with_image, with_image)
+    assert processes == 1 and [row["media"] for row in found] == [[{"kind": "image", "digest": image.digest}]] * 6
+    assert (tmp_path / "rollouts/media" / image.digest).read_bytes() == b"of a column"
 
 
 def test_several_processes_write_parts_of_a_file(tmp_path, nothing_is_read, monkeypatch):
