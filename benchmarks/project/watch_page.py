@@ -22,7 +22,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.measure import ROOT, finish, installed, options
-from miles_tools.samples.files import rollout_file
+from miles_tools.samples.files import FILE
 from tests.browser import MISSING, open_browser
 
 STEPS, SAMPLES, TOKENS, METRICS = 1000, 512, 200, 60
@@ -38,13 +38,13 @@ def make_run(directory: Path, steps: int) -> None:
     records = ({"step": s, "time": s, **{name: randoms.random() for name in names}} for s in range(1, steps + 1))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (directory / "config.yaml").write_text(f"rollout: {{num_rollout: {steps}}}\n")
-    file = rollout_file(directory, "train", 1)
+    file = directory / FILE.format("train", 1)
     file.parent.mkdir(parents=True)
     rows = [json.dumps(_sample(i, randoms)) + "\n" for i in range(SAMPLES)]
     half = SAMPLES // 2  # two members, as the writer makes them
     file.write_bytes(b"".join(gzip.compress("".join(part).encode(), 1) for part in (rows[:half], rows[half:])))
     for step in range(2, steps + 1):
-        os.link(file, rollout_file(directory, "train", step))
+        os.link(file, directory / FILE.format("train", step))
 
 
 def _sample(index: int, randoms: random.Random) -> dict[str, Any]:

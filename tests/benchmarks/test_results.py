@@ -16,14 +16,14 @@ PAGES = sorted(
 RESULT = re.compile(r"\b((\w+)-20\d\d-\d\d-\d\d[\w-]*)(\.json)?")
 
 
-def written():
+def read_pages():
     """The names under which scripts save results: the script's own, or the first argument of ``finish``."""
     for script in BENCHMARKS.glob("*/*.py"):
         yield script.stem
         yield from re.findall(r'\bfinish\(\s*"(\w+)"', script.read_text(encoding="utf-8"))
 
 
-WRITTEN = set(written())
+WRITTEN = set(read_pages())
 
 
 def wrong(text):

@@ -13,7 +13,7 @@ import pytest
 from miles_core.errors import MilesError
 from miles_tools.commands.watch import run as command
 from miles_tools.report.page import FILES
-from miles_tools.samples.files import rollout_file
+from miles_tools.samples.files import FILE
 from miles_tools.watch import runs
 from miles_tools.watch.server import WatchServer
 
@@ -27,7 +27,7 @@ def make_run(directory, steps=3, seed=1, lr=0.1, **more):
 
 
 def add_samples(directory, step, rewards, **more):
-    file = rollout_file(directory, "train", step)
+    file = directory / FILE.format("train", step)
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {"step": step, "index": i, "reward": r, "response": f"answer {i}", "pieces": ["a"] * (i + 1), **more}
@@ -207,7 +207,7 @@ def test_damage_is_shown_and_the_rest_stays(client):
     assert client.overview()["runs"][0]["problem"]
     make_run(directory)
     assert client.overview()["runs"][0]["problem"] == ""
-    file = rollout_file(directory, "train", 2)
+    file = directory / FILE.format("train", 2)
     file.write_bytes(file.read_bytes()[:-5])
     status, found = client.get("samples?run=0&kind=train&step=2")
     assert status == 404 and "the samples of that step are damaged" in found["problem"]
