@@ -1,6 +1,6 @@
 """Which backend runs which family, as the plan answers: the section "Backends" of ``docs/families.md``.
 
-Run: ``python -m benchmarks.mismatch.backends --write`` (a minute). Every family is a tiny random checkpoint, planned on a machine with eight
+Run: ``python -m benchmarks.mismatch.backends --write`` (a minute), then ``python -m benchmarks.mismatch.families --text``. Every family is a tiny random checkpoint, planned on a machine with eight
 GPUs and every package: with the embedded engine and trainer, with SGLang as the engine, and with Megatron-Core as the trainer; families that
 read images also with ``--media``. A plan says what is refused and why; ``docs/families.md`` compares numbers.
 """
@@ -77,7 +77,9 @@ def section(result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the result and docs/families.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the result; families.py --text then writes the page"
+    )
     parser.add_argument("families", nargs="*", help="only these")
     given = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
@@ -87,10 +89,7 @@ def main() -> None:
             print(family, json.dumps(found[family]), flush=True)
     result = {"date": datetime.now(UTC).date().isoformat(), "commit": commit(), "families": found}
     if given.write:
-        from benchmarks.mismatch.families import write_text
-
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        write_text()
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_a_short_sample_is_not_split_over_gpus(checkpoint, capsys):
     ("hardware", "options", "messages", "absent"),
     [
         ("8xH200", [], ["trainer: the smallest of"], "engines in"),  # engines fit
-        ("64xH200", ["--train-precision", "nvfp4"], ["megatron needs --train-precision bf16"], "placement:"),
+        ("64xH200", ["--train-precision", "nvfp4"], ["train.precision nvfp4 needs the trainer capability format:nvfp4"], "placement:"),
     ],
     ids=["the trainer's memory", "a number format"],
 )  # fmt: skip
