@@ -1,9 +1,9 @@
 """Selects the rows of prompt files that are checked before a run, and caches the positions of rows between runs.
 
 Before a run starts, it checks every row of its prompt files and renders every prompt. Of large files it checks and renders a sample, so
-that a run with millions of rows starts soon; the others are checked when they are read, and left out with a warning if they are invalid. Positions of rows in large files are stored in
-``~/.cache/miles/prompts`` (or ``MILES_CACHE``), under a key that depends on everything they were computed from, and later runs map them into
-memory.
+that a run with millions of rows starts soon; the others are checked when they are read, and left out with a warning if they are invalid.
+Positions of rows in large files are stored in ``~/.cache/miles/prompts`` (or ``MILES_CACHE``), under a key that depends on everything they
+were computed from, and later runs map them into memory.
 """
 
 from __future__ import annotations
