@@ -1,8 +1,9 @@
 """Which backend runs which family, as the plan answers: the section "Backends" of ``docs/families.md``.
 
-Run: ``python -m benchmarks.mismatch.backends --write`` (a minute), then ``python -m benchmarks.mismatch.families --text``. Every family is a tiny random checkpoint, planned on a machine with eight
-GPUs and every package: with the embedded engine and trainer, with SGLang as the engine, and with Megatron-Core as the trainer; families that
-read images also with ``--media``. A plan says what is refused and why; ``docs/families.md`` compares numbers.
+Run: ``python -m benchmarks.mismatch.backends --write`` (a minute), then ``python -m benchmarks.mismatch.families --text``. Every family is a
+tiny random checkpoint, planned on a machine with eight GPUs and every package: with the embedded engine and trainer, with SGLang as the engine,
+and with Megatron-Core as the trainer; families that read images also with ``--media``. A plan says what is refused and why;
+``docs/families.md`` compares numbers.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class SampleSaver:
         async with self._turn:
             await self._complete()
             listed = [*samples]
-            self._store_media([sample for sample, _, _ in listed if not is_reference(sample)], step)
+            if shown := [sample for sample, _, _ in listed if not is_reference(sample) and sample.media]:
+                self._store_media(shown, step)
             if any(type(sample) is RemoteSample for sample, _, _ in listed):
                 self._remote.texts.loop = asyncio.get_running_loop()
                 entries = await make_entries(step, listed)

@@ -42,6 +42,8 @@ def test_help_lists_every_command_and_nothing_else(capsys):
         "convert",
         "verify",
         "report",
+        "replay",
+        "diff",
         "watch",
         "doctor",
         "completion",

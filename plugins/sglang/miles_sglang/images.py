@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from miles_core.data import Media
     from miles_embedded import ImageProcessor
 
-#: Model types whose images SGLang 0.5.17 takes in this form (``multimodal/processors/qwen_vl.py``).
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-#: Model type -> why SGLang 0.5.17 cannot take processed images of it.
-REFUSED = {
-    "glm4v": "SGLang 0.5.17 ignores the sizes of processed images in this family, so its positions would be wrong",
-    "mistral3": "SGLang 0.5.17 cannot take processed images in this family: its code reads the sizes of undecoded ones",
-}
-
 
 @dataclass(frozen=True)
 class ImageInputs:

@@ -16,13 +16,20 @@ from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
-from miles_sglang.images import FAMILIES, REFUSED
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _NAMES = tuple(str(field["name"]) for field in server_fields())
+
+#: Model types whose images SGLang 0.5.17 takes in this form (``multimodal/processors/qwen_vl.py``).
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+#: Model type -> why SGLang 0.5.17 cannot take processed images of it.
+REFUSED = {
+    "glm4v": "SGLang 0.5.17 ignores the sizes of processed images in this family, so its positions would be wrong",
+    "mistral3": "SGLang 0.5.17 cannot take processed images in this family: its code reads the sizes of undecoded ones",
+}
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
