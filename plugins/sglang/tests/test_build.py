@@ -17,7 +17,9 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     monkeypatch.setattr(build, "make_codec", lambda run, policy, precision="bf16": Codec())
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(
-        build, "assemble", lambda checkpoint, codec, detokenize, directory, choices, early, codec_of: directory
+        build,
+        "assemble",
+        lambda checkpoint, codec, detokenize, directory, choices, early, codec_of, processor: directory,
     )
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
     run = SimpleNamespace(
