@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from miles_core.config.command import CommandParser
 
 if TYPE_CHECKING:
     from miles_tools.replay.compare import Difference
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if the runs agree in all that both stored, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="miles diff",
+    parser = CommandParser(
+        "diff",
         description="Find where two runs part: the first step, its phase (weights, prompt data, rollout, reward, advantage, loss, "
         "gradient, optimizer, sync), sample, token, tensor and plugin. Options and versions that differ are listed first; the verdict "
         "is from stored data. Runs with --record-steps are compared bit for bit and by tensor; others by their metrics, saved samples "
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
         help="relative difference of equal numbers; above 0, checksums of tensors are not compared (default: 0, bit for bit)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    chosen = parser.parse_args(argv)
+    chosen = parser.parse_all(argv)
     from miles_tools.replay.compare import find_difference, list_differences
     from miles_tools.replay.stored_run import StoredRun
 

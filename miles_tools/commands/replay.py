@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_core.config.command import CommandParser
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if the repeated step agrees with the recorded one, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="miles replay",
+    parser = CommandParser(
+        "replay",
         description="Repeat the training of a step that a run recorded (--record-steps), from the checkpoint before it or the nearest "
         "earlier one, and print what agrees: loss, gradient norm, metrics and checksums of gradients and weights. On a CPU, and with "
         "--embedded-deterministic on a GPU, the results are compared bit for bit. RUN is not changed. Exits with 1 on a difference.",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, the one --save named")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to repeat, from 1")
+    parser.add_argument("--step", type=int, metavar="N", help="the step to repeat, from 1")
     parser.add_argument("--save", metavar="DIR", help="keep the repeated run in this directory")
     parser.add_argument(
         "--tolerance",
@@ -26,7 +27,9 @@ def run(argv: Sequence[str]) -> int:
         metavar="T",
         help="relative difference of equal numbers (default: 0 on a CPU and with --embedded-deterministic, else 0.01)",
     )
-    chosen = parser.parse_args(argv)
+    chosen = parser.parse_all(argv)
+    if chosen.step is None:
+        raise parser.refuse("miles replay needs --step N (the step to repeat, from 1)", [chosen.run, "--step", "1"])
     from miles_tools.replay.again import repeat_step
 
     started = time.perf_counter()

@@ -15,7 +15,7 @@ from miles_core.observe.metrics import read
 from miles_core.run.directory import LOCK
 from miles_core.version import __version__
 from miles_tools.replay.steps import DIRECTORY, FORMAT, FORMAT_FILE, check_recorded, recorded_steps
-from miles_tools.report.report import read_json
+from miles_tools.report.reading import read_json
 
 if TYPE_CHECKING:
     from miles_tools.replay import Replay

@@ -16,7 +16,7 @@ from miles_core.observe.metrics import RESERVED, read
 from miles_tools.replay import OWN
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import read_samples, read_trained, recorded_steps, step_directory
-from miles_tools.report.report import read_json, read_yaml
+from miles_tools.report.reading import read_json, read_yaml
 from miles_tools.samples.files import read_file, rollout_files
 
 #: Options of where a run is stored and how it is shown, which change no step.

@@ -77,6 +77,12 @@ MISTAKES = {
         ("--to fp8 --shard-size", "--shard-size needs a value: maximum size", "--to fp8 --shard-size 5000000000"),
     ],
     "verify": [("--exct", "did you mean --exact", "--exact")],
+    "watch": [("--prot 1 RUN", "did you mean --port", "--port 1 RUN")],
+    "replay": [
+        ("RUN", "miles replay needs --step N", "RUN --step 1"),
+        ("RUN --stp 3", "did you mean --step", "RUN --step 3"),
+    ],
+    "diff": [("A", "miles diff needs B", "B A")],
     "report": [
         ("", "miles report needs RUN (run directory", "RUN"),
         ("--outptu x.html", "2 problems:", "RUN --output x.html"),

@@ -22,7 +22,7 @@ CASES = [(program, script) for program, scripts in LINES.items() for script in s
 MILES = (
     "--save-retain-interval 200 --num-gpus-per-node 8 --use-fault-tolerance --dump-details /root/dump --log-probs-chunk-size 1024 "
     "--custom-config-path a.yaml --gradient-checkpointing --custom-tis-function-path a.f --eval-config e.yaml --qkv-format thd "
-    "--train-env-vars {} --debug-rollout-only --wandb-team t --tito-model m --save-dir d --data-pad-size-multiplier 4096 "
+    "--train-env-vars {} --wandb-team t --tito-model m --save-dir d --data-pad-size-multiplier 4096 "
     "--custom-agent-function-path a.f --wandb-host h --sglang-load-format dummy --use-opd --opd-type x --no-save-optim "
     "--use-session-server --session-server-port 1 --use-rollout-indexer-replay --fp8-param-gather --ci-test --use-prometheus "
     "--rollout-health-check-interval 30 --offload-train-disk-dir d --lora-base-cpu-backup --fsdp-cpu-offload --log-passrate"
