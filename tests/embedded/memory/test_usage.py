@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from miles_core.plugin import CheckpointError, Facts, PlanError
 from miles_core.plugin.detect import config_facts
@@ -103,7 +104,9 @@ def test_layers_with_a_state_keep_what_is_estimated(family, dtype):
         mixer(x)
     kept = sum(t.untyped_storage().nbytes() for pointer, t in found.items() if pointer not in weights) / x.shape[1]
     size = model_size(config.to_dict(), 0)
-    assert 0.6 * kept < state_activations(size, dtype.itemsize) < 1.7 * kept
+    # gated delta rules in plain PyTorch kept more before: the estimate is for newer releases, and for kernels
+    least = 0.6 if Version(transformers.__version__) >= Version("5.24") else 0.3
+    assert least * kept < state_activations(size, dtype.itemsize) < 1.7 * kept
 
 
 def test_the_optimizer_s_bytes_are_the_trainer_s(tmp_path):
