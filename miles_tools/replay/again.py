@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +93,11 @@ def repeat_step(directory: Path | str, step: int, target: Path, tolerance: float
     requested = configure(load(["--config", str(source / "config.yaml")]), source, checkpoint, step, target)
     config, plan, catalogue = plan_run(requested)
     localise(requested)
-    if launch(config, plan, catalogue, Console(quiet=True)).signal:
-        raise MilesError(f"{source}: stopped before step {step} was repeated")
-    run, again = StoredRun(source), StoredRun(target)
+    run = StoredRun(source)
+    with use_threads(run.threads(step)):
+        if launch(config, plan, catalogue, Console(quiet=True)).signal:
+            raise MilesError(f"{source}: stopped before step {step} was repeated")
+    again = StoredRun(target)
     if tolerance is None:
         tolerance = default_tolerance(again)
     found = None
@@ -102,6 +106,27 @@ def repeat_step(directory: Path | str, step: int, target: Path, tolerance: float
     if found is not None:
         found = replace(found, plugins=())  # only options of the repetition differ
     return Repeated(step, start, tolerance, list(compare_results(run, again, step, tolerance)), found)
+
+
+@contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Compute with ``count`` threads in this process and in those that it starts: products on a CPU round by their number."""
+    import torch
+
+    if count is None:
+        yield
+        return
+    before, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if variable is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = variable
 
 
 def find_checkpoint(run: Path, step: int) -> tuple[int, Path] | None:

@@ -98,6 +98,10 @@ class StoredRun:
         """Return the checksums of a step's optimizer steps: ``POLICY.RANK`` -> one mapping per optimizer step."""
         return {name: data["steps"] for name, data in self._sum_files(step, "sums").items()}
 
+    def threads(self, step: int) -> int | None:
+        """Return the number of PyTorch's threads with which a step was trained; None if its checksums are not recorded."""
+        return next((data.get("threads") for data in self._sum_files(step, "sums").values()), None)
+
     def engine(self, step: int) -> dict[str, dict[str, int]]:
         """Return the checksums of the weights in the engines after a step: policy, with the worker if it has a name -> tensors."""
         return {
@@ -132,13 +136,15 @@ class StoredRun:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Package, Python, platform and GPUs -> what the run recorded of it."""
+        """Package, Python, platform, GPUs and threads -> what the run recorded of it."""
         known = read_json(self.path / "environment.json")
         packages = {f"package {name}": str(version) for name, version in (known.get("packages") or {}).items()}
         others = {
             name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
         }
-        return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
+        threads = self.threads(min(self.recorded)) if self.recorded else None
+        own = {"miles-core": str(read_json(self.path / "plan.json").get("core"))}
+        return own | packages | others | ({} if threads is None else {"threads": str(threads)})
 
 
 def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class Sums:
                     metrics = inner()
                 steps.append(watch.read())
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-                write_sums(run.directory, run.step + 1, f"sums.{policy.name}.{rank}", {"steps": steps})
+                # CPU products of another number of threads round otherwise
+                sums = {"threads": torch.get_num_threads(), "steps": steps}
+                write_sums(run.directory, run.step + 1, f"sums.{policy.name}.{rank}", sums)
                 return metrics
 
             return optimizer_step

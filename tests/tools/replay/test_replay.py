@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from miles_core.errors import MilesError, PlanError
 from miles_testing import toy_run
@@ -44,6 +45,19 @@ def test_a_step_is_repeated_bit_for_bit(recorded, step, start, tmp_path):
     assert (done.start, done.tolerance, done.difference) == (start, 0.0, None)
     assert all(row[3] for row in done.rows)
     assert {row[0] for row in done.rows} >= {"train/loss", "train/grad_norm", "metrics", "gradients", "weights"}
+
+
+def test_a_step_is_repeated_with_the_threads_of_the_run(recorded, tmp_path):
+    before = torch.get_num_threads()
+    trained = StoredRun(recorded).threads(3)
+    assert trained == before and StoredRun(recorded).versions["threads"] == str(before)
+    torch.set_num_threads(before + 1)
+    try:
+        repeat_step(recorded, 3, tmp_path / "again")
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert StoredRun(tmp_path / "again").threads(3) == trained
 
 
 def test_another_weight_is_found_by_a_replay(recorded, tmp_path, capsys):
