@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import sglang_plugin
 from benchmarks.engine.checkpoints import VOCABULARY, word_tokenizer
 from benchmarks.measure import ROOT, finish, installed, options
 from benchmarks.scale import checkout
@@ -276,8 +277,7 @@ class Setting:
 
 async def measure(setting: str, work: Path, sound: int) -> dict[str, Any]:
     """Everything of one setting."""
-    import sglang_planted
-
+    from benchmarks.mismatch import sglang_planted
     from miles_core.config.load import load
     from miles_core.run.make import make_run
     from miles_core.run.parts import build_parts
@@ -285,8 +285,8 @@ async def measure(setting: str, work: Path, sound: int) -> dict[str, Any]:
     from miles_sglang import build
     from miles_sglang.process import ProcessLink
 
-    sglang_planted.register(work / "plugin")
-    build.ProcessLink = partial(ProcessLink, worker="sglang_planted")  # type: ignore[assignment, misc]
+    sglang_plugin.register(work / "plugin", "benchmarks.mismatch.sglang_planted")
+    build.ProcessLink = partial(ProcessLink, worker="benchmarks.mismatch.sglang_planted")  # type: ignore[assignment, misc]
     family, graphs, more = SETTINGS[setting]
     config = load(flags_of(setting, work))
     plan, catalogue = prepare(config)
@@ -351,7 +351,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        sys.path.insert(0, str(Path(__file__).parent))
         try:
             found = asyncio.run(measure(given.worker, given.work, given.sound))
             (given.work / "result.json").write_text(json.dumps(found))

@@ -1,51 +1,32 @@
 """SGLang's processes for ``sglang_defects.py``: its schedulers can make SGLang's own model compute something else, and undo it.
 
-SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes. The worker has
-one more endpoint, ``plant``, which calls ``plant`` in every scheduler. CUDA graphs keep what they captured, so defects of decoding need an
-SGLang without them.
+SGLang calls ``install`` in each of its processes (``benchmarks.engine.sglang_plugin``). The worker has one more endpoint, ``plant``, which
+calls ``plant`` in every scheduler. CUDA graphs keep what they captured, so defects of decoding need an SGLang without them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from miles_sglang import worker
 
-#: Environment variable of an SGLang whose schedulers take defects.
-VARIABLE = "MILES_PLANTED_DEFECTS"
 Undo = Callable[[], None]
 
 #: What takes the planted defect back.
 _undo: list[Undo] = []
 
 
-def register(directory: Path) -> None:
-    """Write the entry point into ``directory``, and put it on the path of the processes that this one starts."""
-    folder = directory / "miles_planted_defects-0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: miles-planted-defects\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\nmiles_planted_defects = {Path(__file__).stem}:install\n"
-    )
-    paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ[VARIABLE] = "1"
-
-
 def install() -> None:
     """Give SGLang's schedulers the method ``plant_defect``."""
-    if VARIABLE in os.environ:
-        from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler import Scheduler
 
-        Scheduler.plant_defect = plant
+    Scheduler.plant_defect = plant
 
 
 class Planting(worker.Worker):

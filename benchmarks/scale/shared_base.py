@@ -78,18 +78,10 @@ def layer_tensors(sizes: dict[str, int], generator: Any) -> Iterator[tuple[str, 
     yield "mlp.gate.weight", router.bfloat16()
 
 
-def write_checkpoint(directory: Path, sizes: dict[str, int], layers: int) -> int:
-    """Write the checkpoint: a file per layer, with the same numbers, and one for the rest. Returns the number of parameters."""
+def write_layers(directory: Path, tensors: Sequence[tuple[str, Any]], layers: int) -> dict[str, str]:
+    """Write a safetensors file per layer, each with ``tensors``, whose bytes are converted once. Returns tensor name -> file."""
     import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
 
-    from miles_int4.format import Int4
-    from miles_tools.demo.model import make_tokenizer
-
-    directory.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    tensors = list(layer_tensors(sizes, generator))
     body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for _, tensor in tensors]
     names: dict[str, str] = {}
     for layer in range(layers):
@@ -106,6 +98,21 @@ def write_checkpoint(directory: Path, sizes: dict[str, int], layers: int) -> int
             out.write(len(text).to_bytes(8, "little") + text)
             out.writelines(data.data for data in body)
         names |= dict.fromkeys(head, file)
+    return names
+
+
+def write_checkpoint(directory: Path, sizes: dict[str, int], layers: int) -> int:
+    """Write the checkpoint: a file per layer, with the same numbers, and one for the rest. Returns the number of parameters."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    from miles_int4.format import Int4
+    from miles_tools.demo.model import make_tokenizer
+
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    names = write_layers(directory, list(layer_tensors(sizes, generator)), layers)
     hidden, tokenizer = sizes["hidden"], make_tokenizer()
     rest = {
         "model.embed_tokens.weight": torch.randn(VOCABULARY, hidden, generator=generator).bfloat16(),

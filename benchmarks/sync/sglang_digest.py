@@ -1,7 +1,7 @@
 """SGLang's processes for ``sglang_int4.py``: its schedulers can digest the weights with which they compute.
 
-SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes. The worker has
-one more endpoint, ``digest``, which writes the SHA-256 of each parameter into a file.
+SGLang calls ``install`` in each of its processes (``benchmarks.engine.sglang_plugin``). The worker has one more endpoint, ``digest``, which
+writes the SHA-256 of each parameter into a file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,12 @@ import torch
 
 from miles_sglang import worker
 
-#: Environment variable of an SGLang whose schedulers digest their weights.
-VARIABLE = "MILES_DIGESTED_WEIGHTS"
-
-
-def register(directory: Path) -> None:
-    """Write the entry point into ``directory``, and put it on the path of the processes that this one starts."""
-    folder = directory / "miles_digested_weights-0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: miles-digested-weights\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\nmiles_digested_weights = {Path(__file__).stem}:install\n"
-    )
-    paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ[VARIABLE] = "1"
-
 
 def install() -> None:
     """Give SGLang's schedulers the method ``digest_weights``."""
-    if VARIABLE in os.environ:
-        from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler import Scheduler
 
-        Scheduler.digest_weights = digest
+    Scheduler.digest_weights = digest
 
 
 class Digesting(worker.Worker):

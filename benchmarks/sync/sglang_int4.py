@@ -1,10 +1,10 @@
 """INT4 updates of a running SGLang: does it compute the same as an SGLang that loads the codes when it starts, and how long does a sync take?
 
 A random dense model of .47 B parameters and a mixture of experts of .94 B, in a process each, with CUDA graphs for decoding. Two sets of
-weights are sent in turns; then SGLang is restarted from files with each set, as every update was loaded before. An update is ``equal`` if
-each parameter with which SGLang computes has the bytes that it has after the restart. Log-probabilities of scored texts are compared, too;
-SGLang's kernels do not always repeat them to the bit, so ``repeated`` is their largest difference without an update in between. The kernels
-are compiled first, both modules at once. The exit code is 1 when an update differs.
+weights are sent alternately. Then SGLang is restarted twice, and loads one set from files each time. An update is ``equal`` if every
+parameter of SGLang has the same bytes as after the restart with the same set. Log-probabilities of scored texts are compared, too. SGLang's
+kernels do not repeat them bit for bit: ``repeated`` is their largest difference without an update in between. The kernels are compiled
+first. The exit code is 1 if an update differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine import sglang_plugin
 from benchmarks.engine.checkpoints import VOCABULARY, make_model
 from benchmarks.engine.sglang_engine import tensors_of
 from benchmarks.measure import ROOT, finish, installed, options
 from benchmarks.scale import checkout
 
+#: Module that SGLang's worker process runs.
+_WORKER = "benchmarks.sync.sglang_digest"
 _MODULES = ("gptq_marlin", "moe_wna16_marlin")
+#: Digest of each parameter, and log-probabilities of the texts.
+State = tuple[dict[str, str], np.ndarray]
 _FLAGS = "--split-compile=0 -Xptxas=--split-compile=0"
 
 
@@ -48,7 +53,7 @@ def engine_for(checkpoint: Path, work: Path) -> Any:
     }
     choices = Choices(arguments=arguments, dtype="bfloat16", max_context=1024, startup_timeout=500)
     engine = assemble(checkpoint, FormatCodec(Int4()), lambda tokens: "", work, choices)
-    engine.link.worker = "sglang_digest"
+    engine.link.worker = _WORKER
     return engine
 
 
@@ -66,11 +71,9 @@ async def digests(engine: Any, work: Path) -> dict[str, str]:
 
 async def measure(kind: str, given: argparse.Namespace) -> dict[str, Any]:
     """Everything of one model."""
-    import sglang_digest
-
     from miles_core.data import WeightUnit
 
-    sglang_digest.register(given.work / "plugin")
+    sglang_plugin.register(given.work / "plugin", _WORKER)
     checkpoint = make_model(kind, given.work / "model")
     first = tensors_of(checkpoint)
     sets = [first, {name: x.roll(1, 0) if x.ndim > 1 else x for name, x in first.items()}]
@@ -102,19 +105,24 @@ async def measure(kind: str, given: argparse.Namespace) -> dict[str, Any]:
         restarts.append(round(time.perf_counter() - started, 1))
         fresh.append((await digests(engine, given.work), await scores(engine)))
     await engine.stop()
-    differing = [
-        [name for name, digest in fresh[i % 2][0].items() if found.get(name) != digest]
-        for i, (found, _) in enumerate(updates)
-    ]
     return result | {
-        **{"updates": len(updates), "equal": differing.count([]), "parameters of SGLang": len(fresh[0][0])},
-        "differing": sorted({name for names in differing for name in names})[:20],
-        "largest difference": max(float(np.abs(found - fresh[i % 2][1]).max()) for i, (_, found) in enumerate(updates)),
+        **compare(updates, fresh),
         "repeated": repeated,
-        "mean difference of the sets": float(np.abs(fresh[0][1] - fresh[1][1]).mean()),
-        "changed by the sets": sum(fresh[0][0][name] != digest for name, digest in fresh[1][0].items()),
         **{"seconds": [round(s, 3) for s in seconds], "median seconds": round(statistics.median(seconds), 3)},
         **{"restart seconds": restarts, "parameters": sum(x.numel() for x in first.values())},
+    }
+
+
+def compare(updates: Sequence[State], fresh: Sequence[State]) -> dict[str, Any]:
+    """Compare what SGLang held after each update with what it held after the restart from the same set of weights."""
+    pairs = [(found, fresh[i % 2]) for i, found in enumerate(updates)]
+    differing = [[name for name, digest in b[0].items() if a[0].get(name) != digest] for a, b in pairs]
+    return {
+        **{"updates": len(updates), "equal": differing.count([]), "parameters of SGLang": len(fresh[0][0])},
+        "differing": sorted({name for names in differing for name in names})[:20],
+        "largest difference": max(float(np.abs(a[1] - b[1]).max()) for a, b in pairs),
+        "mean difference of the sets": float(np.abs(fresh[0][1] - fresh[1][1]).mean()),
+        "changed by the sets": sum(fresh[0][0][name] != digest for name, digest in fresh[1][0].items()),
     }
 
 
@@ -151,7 +159,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        sys.path.insert(0, str(Path(__file__).parent))
         found = asyncio.run(measure(given.worker, given))
         (given.work / "result.json").write_text(json.dumps(found))
         return 0
