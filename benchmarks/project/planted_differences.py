@@ -21,7 +21,7 @@ from miles_testing import toy_run
 from miles_testing.toy import toy_files
 
 STEPS = 3
-#: The tensor of which one bit is flipped.
+#: Name of the tensor in which one bit is flipped.
 FLIPPED = "model.layers.1.self_attn.q_proj.weight"
 #: Index of the sample that is dropped in step 2, and version whose weights the engine does not receive.
 DROPPED, MISSING = 9, 1

@@ -2,11 +2,11 @@
 
     python -m benchmarks.project.record_steps --models toy qwen3-30m --pairs 3 --threads 1 --save
 
-Pairs of runs without and with recording in turns; the order changes with every pair. The recording is timed where it happens: checksums
-of gradients and weights, checksums in the engine, and writing the samples, which a thread does while the run continues. ``share`` is the
-sum of these parts as a share of a step of the same runs; ``ratio`` is the median over pairs of the time of a step with recording and
-without. Without a GPU all times are processor time of one thread, which other work on the machine changes little; on a GPU they are elapsed
-time, and each part waits for the device.
+Runs with and without recording take turns. The parts of recording are timed separately: checksums of gradients and weights, checksums in
+the engine, and writing the samples, which a thread does while the run continues. ``share`` is the sum of these parts divided by the time of
+a step of the same runs; ``ratio`` is the time of a step with recording divided by the time without, as the median over pairs. Without a GPU,
+times are processor time of one thread, which other programs change little. On a GPU they are elapsed time, and each part waits for the
+device.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ model is on the first device, the home. There the rows are sorted by expert; eac
 multiplies, and the results return to the home, which sums the choices of a row. Engine and trainer of the process use the same codes in this
 way. Devices work at the same time, since the host only launches; it waits once per layer, for the number of rows of each expert.
 
-The result does not depend on the number of devices: the products and the order of the sums are those of one device.
+The result is the same for every number of devices from two on. One device computes other products (``model.experts``).
 """
 
 from __future__ import annotations
