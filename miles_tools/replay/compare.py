@@ -88,8 +88,8 @@ def common_steps(a: StoredRun, b: StoredRun) -> list[int]:
 
 
 def list_differences(a: StoredRun, b: StoredRun) -> list[tuple[str, str, str]]:
-    """Return (name, value in a, value in b) of options, plugins and versions that differ; "-" where a run has none. Options of a plugin that
-    only one run has are listed if they are not defaults."""
+    """Return (name, value in a, value in b) of options, plugins, versions and recorded threads that differ; "-" where a run has none. Options of
+    a plugin that only one run has are listed if they are not defaults."""
     both = {*a.options} & {*b.options}
     options = [{n: v for n, v in run.options.items() if n in both or n in run.chosen} for run in (a, b)]
     tables: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
@@ -102,6 +102,10 @@ def list_differences(a: StoredRun, b: StoredRun) -> list[tuple[str, str, str]]:
         for name in dict.fromkeys([*one, *other]):
             if one.get(name) != other.get(name):
                 rows.append((f"{start}{name}", str(one.get(name, "-")), str(other.get(name, "-"))))
+    if a.recorded and b.recorded:
+        one_count, other_count = (run.threads(min(run.recorded)) for run in (a, b))
+        if one_count != other_count:
+            rows.append(("threads", str(one_count), str(other_count)))
     return rows
 
 

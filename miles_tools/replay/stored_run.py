@@ -136,15 +136,13 @@ class StoredRun:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Package, Python, platform, GPUs and threads -> what the run recorded of it."""
+        """Package, Python, platform and GPUs -> what the run recorded of it."""
         known = read_json(self.path / "environment.json")
         packages = {f"package {name}": str(version) for name, version in (known.get("packages") or {}).items()}
         others = {
             name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
         }
-        threads = self.threads(min(self.recorded)) if self.recorded else None
-        own = {"miles-core": str(read_json(self.path / "plan.json").get("core"))}
-        return own | packages | others | ({} if threads is None else {"threads": str(threads)})
+        return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
 
 
 def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
