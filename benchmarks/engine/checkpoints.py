@@ -20,8 +20,18 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     "tiny_dense": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
+    # Qwen3-Next: full attention in every fourth layer, a gated delta net in the others
+    "hybrid": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16},
+    "tiny_hybrid": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2},
 }
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
+DELTA_NET = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "shared_expert_intermediate_size": 512,
+}
 VOCABULARY = 32000
 
 
@@ -38,6 +48,8 @@ def make_model(kind: str, directory: Path) -> Path:
     }
     if kind in ("dense", "8b", "tiny_dense"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
+    elif kind in ("hybrid", "tiny_hybrid"):
+        config = transformers.Qwen3NextConfig(**common, **EXPERTS, **DELTA_NET, pad_token_id=0)
     else:
         config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)
     return save_random(config, directory)

@@ -251,6 +251,8 @@ def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
         "cuda_graph_bs_decode": getattr(given, "batches", [16, 64, 128, 192, 256]),
         "disable_prefill_cuda_graph": True,
     }
+    if given.model == "hybrid":
+        arguments["max_mamba_cache_size"] = 4 * max(arguments["cuda_graph_bs_decode"])
     if given.fp8_gemm:
         arguments["fp8_gemm_runner_backend"] = given.fp8_gemm
     if given.eager:

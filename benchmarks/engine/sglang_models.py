@@ -169,10 +169,6 @@ def flags_of(side: str, given: argparse.Namespace, place: Path, shadow: str) -> 
 def measure(side: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Run a side; what its steps said."""
     place = scratch / side
-    place.mkdir()
-    write_model(side, place / "model", given.tiny)
-    write_prompts(side, place)
-    (place / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "miles_core", "train", *flags_of(side, given, place, python_path(given, scratch))]
     output = place / "output.txt"
     with output.open("w") as file:
@@ -223,6 +219,11 @@ def main() -> int:
         scratch = Path(directory)
         (scratch / "metadata").mkdir()
         checkout.register(scratch / "metadata", ["sglang", "tis"])
+        for side in given.sides:  # one after the other: they draw from one generator
+            (scratch / side).mkdir()
+            write_model(side, scratch / side / "model", given.tiny)
+            write_prompts(side, scratch / side)
+            (scratch / side / "reward.py").write_text(REWARD)
         runs = {side: pool.submit(measure, side, given, scratch) for side in given.sides}
         found = {side: run.result() for side, run in runs.items()}
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
