@@ -21,6 +21,8 @@ _MARKS = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Name suffixes of parameters that SGLang sets itself: the scales of cached keys and values.
 _CONSTANTS = (".k_scale", ".v_scale")
+#: SGLang's class -> name suffixes of parameters that it creates and does not use (0.5.17).
+_UNUSED = {"FalconH1ForCausalLM": (".q_norm.weight", ".k_norm.weight")}
 _EMBEDDING = re.compile(r"^(?:\w+\.)*?(?:embed_tokens|word_embeddings|tok_embeddings|wte)\.weight$")
 #: The checkpoint's name of the output layer.
 HEAD = "lm_head.weight"
@@ -59,9 +61,9 @@ class Coverage:
         """Restore the marked elements that no update wrote.
 
         Returns:
-            names of parameters that were not written at all, without constants.
+            names of parameters that were not written at all, without constants and without those that SGLang does not use.
         """
-        unwritten = []
+        unwritten, ignored = [], (*_CONSTANTS, *_UNUSED.get(type(model).__name__, ()))
         parameters = dict(model.named_parameters())
         for name, (memory, place, before, marks) in self._marked.items():
             parameter = parameters.get(name)
@@ -70,7 +72,7 @@ class Coverage:
             numbers = _as_integers(parameter)
             left = numbers[place] == marks
             numbers[place] = torch.where(left, before, numbers[place])
-            if bool(left.all()) and not name.endswith(_CONSTANTS):
+            if bool(left.all()) and not name.endswith(ignored):
                 unwritten.append(name)
         self._marked.clear()
         return unwritten

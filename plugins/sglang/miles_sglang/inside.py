@@ -11,7 +11,7 @@ It is active only in an SGLang that this plugin started, and makes these changes
 - How INT4 weights are loaded is remembered before SGLang packs them, so that updates can replace them (``repacking``).
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
 - A scheduler reads the tokenizer's EOS token id for each generated token, and Transformers looks it up each time. It is cached.
-- A draft of its own is marked, so that updates reach it (``loader``).
+- A draft of its own is marked, so that updates reach it (``loader``). The projection of an EAGLE head without a bias has none.
 - Requests continue with new weights (``retraction``).
 """
 
@@ -68,7 +68,7 @@ def install() -> None:
     _writer = record_files.RecordWriter(Path(directory)) if directory else None
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, prepare_random_weights, HookType.AFTER)
-    HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
+    HookRegistry.register(_READS, prepare_loading, HookType.BEFORE)
     HookRegistry.register(_BUILDS, mark_draft, HookType.AFTER)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
@@ -86,11 +86,11 @@ def cache_eos_token_id(_: None, scheduler: Any) -> None:
         tokenizer.__class__ = type(kind.__name__, (kind,), {"eos_token_id": tokenizer.eos_token_id})
 
 
-def read_tied_head(
+def prepare_loading(
     model: Any, weights: Iterable[tuple[str, Any]], *more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Load a tied checkpoint's embedding into the output layer too if SGLang's model has both. Weights that SGLang packs afterwards are
-    remembered as they are loaded."""
+    remembered as they are loaded. SGLang gives every EAGLE head a bias, and leaves it random if the head's checkpoint has none."""
     from miles_sglang import repacking
     from miles_sglang.coverage import tied_head
 
@@ -100,6 +100,7 @@ def read_tied_head(
             yield from tied_head(model, [entry])
 
     repacking.remember(model)
+    _clear_bias(model)
     return (model, streamed(), *more), {}
 
 
@@ -112,6 +113,13 @@ def prepare_random_weights(_: None, model: Any, *more: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
+    _clear_bias(model)
+
+
+def _clear_bias(model: Any) -> None:
+    """Set the bias of an EAGLE head's projection to zero."""
+    if (bias := dict(model.named_parameters()).get("model.fc.bias")) is not None:
+        bias.data.zero_()
 
 
 def mark_draft(_: None, runner: Any) -> None:

@@ -87,6 +87,24 @@ def test_what_no_update_reached_is_named_and_is_as_it_was() -> None:
         assert torch.equal(now.float(), before[name].float()), name
 
 
+def test_what_sglang_creates_and_does_not_use_needs_no_update() -> None:
+    unused = {"layer": nn.ModuleDict({"q_norm": nn.LayerNorm(4, bias=False)}), "used": nn.Linear(4, 4, bias=False)}
+    for name, unwritten in (
+        ("FalconH1ForCausalLM", ["used.weight"]),
+        ("Other", ["layer.q_norm.weight", "used.weight"]),
+    ):
+        model = type(name, (nn.ModuleDict,), {})(unused)
+        assert Coverage(model).finish(model) == unwritten
+
+
+def test_the_projection_of_a_head_without_a_bias_has_none() -> None:
+    head = nn.Module()
+    head.model = nn.Module()
+    head.model.fc = nn.Linear(8, 4)
+    inside.prepare_loading(head, iter([]), "cpu")
+    assert not head.model.fc.bias.any() and head.model.fc.weight.any()
+
+
 def test_only_the_first_complete_update_is_asked() -> None:
     model = Model()
     load(model, [*update(), *end()])
@@ -121,7 +139,7 @@ def test_a_head_is_added_only_where_it_belongs() -> None:
 
 
 def test_files_are_read_into_a_tied_head_too() -> None:
-    (_, weights, device), _ = inside.read_tied_head(
+    (_, weights, device), _ = inside.prepare_loading(
         Model(tied=True), iter([("model.embed_tokens.weight", torch.rand(6, 4)), ("fused", torch.rand(5, 4))]), "cpu"
     )
     assert [name for name, _ in weights] == ["model.embed_tokens.weight", "lm_head.weight", "fused"] and device == "cpu"
