@@ -31,6 +31,7 @@ DELTA_NET = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "shared_expert_intermediate_size": 512,
+    "full_attention_interval": 4,  # SGLang reads it, and Transformers no longer writes it
 }
 VOCABULARY = 32000
 

@@ -75,7 +75,8 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_TOWER, "patch_size": 16, "deepstack_visual_indexes": [0, 1]},
         },
     ),
-    "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128}),
+    # SGLang reads the interval, which published checkpoints have and Transformers no longer writes
+    "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128, "full_attention_interval": 4}),
     "falcon_h1": ("FalconH1Config", {**_TEXT, **_MAMBA, "head_dim": 64}),
     "lfm2": ("Lfm2Config", {**_TEXT, "layer_types": ["conv", "full_attention"] * 2}),
 }
