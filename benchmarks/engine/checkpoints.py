@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ DELTA_NET = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "shared_expert_intermediate_size": 512,
-    "full_attention_interval": 4,  # SGLang reads it, and Transformers no longer writes it
 }
 VOCABULARY = 32000
 
@@ -68,8 +68,19 @@ def save_random(config: Any, directory: Path) -> Path:
             if parameter.ndim > 1:
                 parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
+    restore_interval(directory)
     word_tokenizer().save_pretrained(directory)
     return directory
+
+
+def restore_interval(directory: Path) -> None:
+    """Write the interval of full attention, which published checkpoints have, SGLang reads and Transformers does not write."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if "linear_attention" in config.get("layer_types", ()):
+        path.write_text(
+            json.dumps({**config, "full_attention_interval": config["layer_types"].index("full_attention") + 1})
+        )
 
 
 def word_tokenizer(vocabulary: int = VOCABULARY) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.checkpoints import word_tokenizer
+from benchmarks.engine.checkpoints import restore_interval, word_tokenizer
 from benchmarks.measure import ROOT, finish, installed, options
 from benchmarks.scale import checkout
 from miles_embedded.testing.images import draw_image
@@ -75,8 +75,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_TOWER, "patch_size": 16, "deepstack_visual_indexes": [0, 1]},
         },
     ),
-    # SGLang reads the interval, which published checkpoints have and Transformers no longer writes
-    "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128, "full_attention_interval": 4}),
+    "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128}),
     "falcon_h1": ("FalconH1Config", {**_TEXT, **_MAMBA, "head_dim": 64}),
     "lfm2": ("Lfm2Config", {**_TEXT, "layer_types": ["conv", "full_attention"] * 2}),
 }
@@ -108,6 +107,7 @@ def write_model(side: str, directory: Path, tiny: bool) -> None:
             if parameter.ndim > 1:  # large enough for the images to matter
                 parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
+    restore_interval(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -23,6 +23,8 @@ from miles_formats.convert.placement import lock_directory, move_into_place
 
 #: Maximum size of a weight file, in bytes.
 SHARD_BYTES = 5 * 10**9
+#: Keys of ``config.json`` that other programs need, and that Transformers reads but does not write.
+_DROPPED = ("full_attention_interval",)
 #: Checkpoint files that configure the preprocessing of images, video and audio.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -83,9 +85,18 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
     for name in PROCESSORS:  # the towers are not trained, so copy their files
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
-    if source.is_dir() and source != Path():
+    if (source / "config.json").is_file() and source != Path():
+        _restore_keys(source / "config.json", directory / "config.json")
         export_code(source, directory, trusted=is_remote(model) or is_remote(tokenizer))
     _write_shards(units, directory, shard_bytes)
+
+
+def _restore_keys(source: Path, target: Path) -> None:
+    """Copy the keys that Transformers does not write, of the model and of its language model, from the configuration it was loaded from."""
+    before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (source, target))
+    for given, written in ((before, after), (before.get("text_config") or {}, after.get("text_config") or {})):
+        written.update({key: given[key] for key in _DROPPED if key in given})
+    target.write_text(json.dumps(after, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_shards(units: Iterator[WeightUnit], directory: Path, shard_bytes: int) -> None:

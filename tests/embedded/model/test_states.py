@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from miles_embedded.engine.runner import Runner
+from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.model.parts import decoder_layers
@@ -47,6 +50,17 @@ def test_time_steps_have_the_limits_of_the_configuration(tmp_path):
     assert plain.config.time_step_limit == [0.0, float("inf")]
     assert plain.model.layers[0].mixer.time_step_limit == (plain.config.time_step_min, float("inf"))
     assert first_stateful(load_model(checkpoint, "float32")).time_step_limit == (0.0, float("inf"))
+
+
+@pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
+def test_an_export_keeps_the_interval_of_full_attention(tmp_path):
+    """Transformers reads it and does not write it, and SGLang cannot load a model without it."""
+    path = family_checkpoint("qwen3_next", tmp_path / "model") / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"full_attention_interval": 2}))
+    export_checkpoint(load_model(path.parent, "float32"), None, tmp_path / "export")
+    exported = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert exported["full_attention_interval"] == 2 and exported["layer_types"] == config["layer_types"]
 
 
 def test_only_states_that_a_module_reads_or_writes_are_kept():
