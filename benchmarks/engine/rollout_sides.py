@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--cached-tokens", type=int, default=200_000, help="tokens in SGLang's cache (default: 200,000)"
     )
+    parser.add_argument("--sglang-python-path", default="", help="see miles train --help sglang-python-path")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     given = parser.parse_args()
@@ -54,7 +55,11 @@ def main() -> None:
     result.put("commit", commit())
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(measure(given, Path(directory), result))
-    packages = ["torch", "transformers", *(["sglang"] if "sglang" in given.sides else [])]
+    packages = [
+        "torch",
+        "transformers",
+        *(["sglang"] if "sglang" in given.sides and not given.sglang_python_path else []),
+    ]
     name = "-".join(given.models) + given.variant
     finish("rollout_sides", result.found, given.save, lambda: installed(*packages), name)
 
@@ -81,8 +86,8 @@ def arguments_for(model: str, asked: argparse.Namespace) -> argparse.Namespace:
     """Arguments of ``sglang_engine.engine_for``, with a CUDA graph for each batch size. SGLang records no routed experts (results until
     2026-11-24: with the mixture of experts it did)."""
     given = argparse.Namespace(model=model, precision="bf16", fp8_gemm=None, bucket=512, routes=False)
-    memory = {"share": asked.share, "cached_tokens": asked.cached_tokens}
-    return argparse.Namespace(**vars(given), eager=False, deterministic=False, batches=sorted(asked.batches), **memory)
+    taken = {name: getattr(asked, name) for name in ("share", "cached_tokens", "sglang_python_path")}
+    return argparse.Namespace(**vars(given), eager=False, deterministic=False, batches=sorted(asked.batches), **taken)
 
 
 async def measure_model(given: argparse.Namespace, model: str, checkpoint: Path, server: Any, result: Result) -> None:

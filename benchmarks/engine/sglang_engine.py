@@ -268,18 +268,20 @@ def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
     from miles_sglang.choices import Choices
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    python_path = getattr(given, "sglang_python_path", "")
     choices = Choices(
         arguments=server_arguments(given),
         device=device,
         max_context=2048,
         startup_timeout=400,
         bucket_bytes=given.bucket << 20,
+        python_path=python_path,
         routed_dtype="int8",  # as r3 declares it for at most 128 experts
     )
     engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
     engine.link.worker = "sglang_direct"  # type: ignore[attr-defined]
     engine.link.changes["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
-        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        filter(None, [str(Path(__file__).parent), python_path, os.environ.get("PYTHONPATH")])
     )
     return engine
 
