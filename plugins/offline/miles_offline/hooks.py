@@ -1,0 +1,97 @@
+"""The plugin's hooks: no engine, the metrics of pairs, and the loss on held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_core.data import Batch, Sample
+from miles_core.plugin import Policy, Run, hookimpl
+from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output
+from miles_offline.config import OfflineConfig
+from miles_offline.encode import Encoder
+from miles_offline.pairs import CHOSEN, LOSS, REJECTED
+from miles_offline.rows import open_rows
+
+
+class Offline:
+    """A run whose policies have no engines."""
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        for policy in run.policies:
+            policy.generates = False
+
+
+class PairMetrics:
+    """Reports the loss of pairs; the policy gradient's own value has no meaning."""
+
+    @hookimpl
+    def wrap_loss(self, run: Run, policy: Policy) -> Any:
+        def wrap(inner: LossFunction) -> LossFunction:
+            def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+                found = inner(output, batch, ctx)
+                if LOSS not in batch.scalars:
+                    return found
+                own, chosen, rejected = (batch.scalars[name] for name in (LOSS, CHOSEN, REJECTED))
+                trained = torch.zeros_like(own).index_add(0, batch.owner, batch.mask.to(own)).clamp(max=1)
+                count = trained.sum()
+                values = {
+                    "train/loss": own,
+                    "offline/reward_chosen": chosen,
+                    "offline/reward_rejected": rejected,
+                    "offline/margin": chosen - rejected,
+                    "offline/accuracy": (chosen > rejected).to(own),
+                }
+                pairs = {name: ((value * trained).sum(), count) for name, value in values.items()}
+                return Loss(found.value, found.metrics | pairs)
+
+            return loss
+
+        return wrap
+
+
+class HeldOut:
+    """Measures the loss on held-out rows: before the first step, every N steps and after the last."""
+
+    def __init__(self, options: OfflineConfig) -> None:
+        self.options = options
+        self.samples: list[Sample] = []
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        assert self.options.held_out is not None
+        encoder = Encoder(run)
+        self.samples = []
+        for number, row in enumerate(open_rows(run, self.options.held_out, train=False)):
+            self.samples += encoder.encode(row, number, len(self.samples))
+
+    @hookimpl
+    def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
+        def wrap(inner: Any) -> Any:
+            async def learn(samples: Sequence[Sample], step: int) -> Learned:
+                metrics: dict[str, float] = {}
+                handle = handles[policy.name]
+                if step == 0:
+                    first = await self.measure(handle)
+                    metrics |= {f"{name}_first": value for name, value in first.items()}
+                learned = await inner(samples, step)
+                assert self.options.held_out_interval is not None
+                if (step + 1) % self.options.held_out_interval == 0 or step + 1 == run.config.rollout.num_rollout:
+                    metrics |= await self.measure(handle)
+                return replace(learned, metrics={**learned.metrics, **metrics})
+
+            return learn
+
+        return wrap
+
+    async def measure(self, handle: LearnerHandle) -> dict[str, float]:
+        """Return the mean negative log-likelihood of the trained tokens, nats; of preferences, that of the chosen texts."""
+        chosen = [sample for sample in self.samples if sample.reward]
+        found = await handle.log_probs(chosen)
+        tokens = sum(int(np.asarray(sample.mask).sum()) for sample in chosen)
+        return {"offline/held_out_nll": -float(sum(np.asarray(each, np.float64).sum() for each in found)) / tokens}
