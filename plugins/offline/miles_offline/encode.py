@@ -77,7 +77,8 @@ class Encoder:
     def _conversation(self, prompt: Any, answer: Any) -> list[Encoded]:
         if isinstance(answer, str) and not self.chat:
             before = self.template(prompt)
-            after = self.tokenizer(answer, add_special_tokens=False).input_ids + [self.tokenizer.eos_token_id]
+            after, end = self.tokenizer(answer, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id
+            after += [] if after[-1:] == [end] else [end]
             return [Encoded([*before, *after], len(before), [1] * len(after))]
         if isinstance(answer, str):
             prompt, answer = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer}]
