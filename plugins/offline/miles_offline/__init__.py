@@ -44,11 +44,20 @@ plugin = Plugin(
         Rule("not algorithm.normalize_advantages", because="the advantages are the gradient of the loss"),
         Rule("not algorithm.use_rollout_logprobs", because=_NO_ENGINE),
         Rule("algorithm.gamma == 1", because="there are no rewards to discount"),
+        Rule(
+            "rollout.top_p == 1 and rollout.top_k == -1 and not rollout.stop and not rollout.stop_token_ids and rollout.generate == turn and "
+            "rollout.generate_key == none and rollout.custom_generate_function_path == none and rollout.dynamic_sampling_filter_path == none "
+            "and rollout.over_sampling_batch_size == none and rollout.workers == none and not verify_logprobs and not colocate",
+            because=_NO_ENGINE,
+        ),
+        Rule(
+            "algorithm.eps_clip == 0.2 and algorithm.eps_clip_high == none and algorithm.eps_clip_c == none",
+            because="its losses have no ratio to an old policy that could be clipped",
+        ),
         Rule("rollout.temperature == 1", because="the likelihood of given text has no sampling temperature"),
         Rule("reward.overlong_buffer_len == none", because="the reward of a row is no part of its loss"),
         Rule("rollout.max_prompt_len == none", because="rows are limited by their whole length: --rollout-max-context-len"),
-        Rule("data.input_key == input", because="the columns are messages, or prompt with completion or chosen and rejected"),
-        Rule("data.label_key == none", because="the columns are messages, or prompt with completion or chosen and rejected"),
+        Rule("data.label_key == none", when=_PAIRS, because="the columns of a preference are prompt (--input-key), chosen and rejected"),
         Rule("not data.media", because="it trains on text only"),
         Rule("not evaluation.prompt_data", because=f"{_NO_ENGINE}; --held-out-data measures the loss on other rows"),
         Rule("not sft.data", because="--advantage-estimator sft is supervised training itself"),
@@ -67,6 +76,6 @@ plugin = Plugin(
             section="preferences",
         ),
     ),
-    foreign_flags={"--dpo-beta": "--kl-coef X, the beta of DPO and IPO"},
-    toy={"advantage_estimator": "sft"},
+    foreign_flags={"--dpo-beta": {"*": "--kl-coef {}"}},
+    toy={"advantage_estimator": "sft", "label_key": "label", "custom_rm_path": None, "n_samples_per_prompt": None},
 )

@@ -5,21 +5,22 @@
     prompt, chosen, rejected        a preference: texts, or lists of messages
     chosen, rejected                two conversations with the same beginning, which is the prompt
 
+``--input-key`` names the column of messages or of the prompt if it has another name, and ``--label-key`` that of the completion.
+
 A ``Row`` of this source has the prompt, and as its label a dict of the answers by column. In the layout ``messages`` the prompt is empty and the
 answer is the whole conversation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_core.data import ParquetFile, Prompts, Row
 from miles_core.plugin import DataError, Run
 
-#: The columns of the answers, by layout.
-SUPERVISED, PREFERENCE = (("messages",), ("completion",)), (("chosen", "rejected"),)
-COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected")
+#: Default of ``--input-key``, which no layout has.
+_INPUT = "input"
 
 
 class OfflineRows(Prompts):
@@ -28,17 +29,25 @@ class OfflineRows(Prompts):
     Args:
         paths: files, as for ``Prompts``.
         paired: whether every row is a preference; otherwise every row is supervised.
+        input_key, label_key: ``--input-key`` and ``--label-key``.
         shuffle, seed: as for ``Prompts``.
     """
 
-    def __init__(self, paths: str, paired: bool, shuffle: bool, seed: int) -> None:
-        self.layouts = PREFERENCE if paired else SUPERVISED
-        super().__init__(paths, shuffle=shuffle, seed=seed, open_parquet=ParquetFile, columns=COLUMNS)
+    def __init__(self, paths: str, paired: bool, input_key: str, label_key: str | None, shuffle: bool, seed: int) -> None:
+        own = input_key != _INPUT
+        self.prompt = input_key if label_key or own else "prompt"
+        self.layouts: tuple[tuple[str, ...], ...] = ((input_key,),) if own else (("messages",), ("completion",))
+        if label_key:
+            self.layouts = ((label_key,),)
+        elif paired:
+            self.layouts = (("chosen", "rejected"),)
+        columns = (self.prompt, *(name for layout in self.layouts for name in layout))
+        super().__init__(paths, shuffle=shuffle, seed=seed, open_parquet=ParquetFile, columns=columns)
 
     def check(self, row: dict[str, Any], place: str) -> None:
         """Raise DataError, which names the row and the column, unless the row has one of the layouts."""
         answers = self._answers(row, place)
-        prompt = row.get("prompt")
+        prompt = self._prompt(row, answers)
         for name, value in answers.items():
             check_side(value, name, place)
             if prompt is not None and isinstance(value, str) is not isinstance(prompt, str):
@@ -46,10 +55,13 @@ class OfflineRows(Prompts):
                     f"{place}: the prompt is {_kind(prompt)} and the column {name!r} is {_kind(value)}; both must be texts, or both "
                     "lists of messages"
                 )
-        if prompt is not None and "messages" not in answers:
-            check_side(prompt, "prompt", place)
-        elif prompt is None and (text := next((name for name, value in answers.items() if isinstance(value, str)), None)):
-            raise DataError(f"{place}: the column {text!r} is a text, but there is no column 'prompt'; the columns are: {_names(row)}")
+        if prompt is not None:
+            check_side(prompt, self.prompt, place)
+        elif text := next((name for name, value in answers.items() if isinstance(value, str)), None):
+            raise DataError(
+                f"{place}: the column {text!r} is a text, but there is no column {self.prompt!r} with its prompt; the columns are: "
+                f"{_names(row)}"
+            )
         if len(answers) == 2 and answers["chosen"] == answers["rejected"]:
             raise DataError(
                 f"{place}: the columns 'chosen' and 'rejected' are equal, so the row expresses no preference; correct or remove it"
@@ -58,8 +70,9 @@ class OfflineRows(Prompts):
 
     def convert(self, row: dict[str, Any], at: int, place: str) -> Row:
         """Return the row with its prompt, and its answers as the label."""
-        answers, prompt = self._answers(row, place), row.get("prompt")
-        if "messages" in answers or (prompt is None and len(answers) == 1):
+        answers = self._answers(row, place)
+        prompt = self._prompt(row, answers)
+        if prompt is None and len(answers) == 1:
             prompt = []
         elif prompt is None:
             prompt = _common(answers["chosen"], answers["rejected"])
@@ -68,14 +81,16 @@ class OfflineRows(Prompts):
                 raise DataError(f"{place}: the column {empty[0]!r} is the beginning of the other one, so it has no answer of its own")
         return Row(prompt=_clean(prompt), label={n: _clean(v) for n, v in answers.items()}, index=at, place=place, examined=self.examined)
 
+    def _prompt(self, row: Mapping[str, Any], answers: Mapping[str, Any]) -> Any:
+        """Return the prompt; None if the answers are whole conversations."""
+        return None if "messages" in answers or self.prompt in answers else row.get(self.prompt)
+
     def _answers(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
         for layout in self.layouts:
             if all(row.get(name) is not None for name in layout):
                 return {name: row[name] for name in layout}
-        wanted = " or ".join("prompt, chosen and rejected" if len(names) == 2 else names[-1] for names in self.layouts)
-        missing = next((n for names in self.layouts for n in names if len(names) == 2 and row.get(n) is None), "")
-        absent = f"no column {missing!r}" if missing else f"none of the columns {wanted.replace(' or ', ', ')}"
-        raise DataError(f"{place}: {absent}; a row needs {wanted}, and has: {_names(row)}")
+        wanted = " or ".join(_layout(names, self.prompt) for names in self.layouts)
+        raise DataError(f"{place}: a row needs {wanted}, and its columns are: {_names(row)}")
 
     def _check_roles(self, answers: Mapping[str, Any], place: str) -> None:
         for name, value in answers.items():
@@ -99,9 +114,16 @@ def check_side(value: Any, name: str, place: str) -> None:
 
 def open_rows(run: Run, paths: str, train: bool = True) -> OfflineRows:
     """Open training or held-out rows in the layout that the run's estimator trains on."""
-    config = run.config
-    paired = config.algorithm.advantage_estimator in ("dpo", "ipo")
-    return OfflineRows(paths, paired, train and config.data.shuffle, config.train.seed)
+    data = run.config.data
+    paired = run.config.algorithm.advantage_estimator in ("dpo", "ipo")
+    return OfflineRows(paths, paired, data.input_key, data.label_key, train and data.shuffle, run.config.train.seed)
+
+
+def _layout(names: Sequence[str], prompt: str) -> str:
+    if names in (("messages",), (prompt,)):
+        return f"the column {names[0]!r}"
+    *first, last = (prompt, *names)
+    return f"the columns {', '.join(map(repr, first))} and {last!r}"
 
 
 def _common(first: list[Any], second: list[Any]) -> list[Any]:
