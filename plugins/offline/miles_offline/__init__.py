@@ -9,6 +9,32 @@ _PAIRS = "algorithm.advantage_estimator in {dpo, ipo}"
 _SUPERVISED = "algorithm.advantage_estimator == sft"
 _NO_ENGINE = "the samples are rows of --prompt-data, and no engine generates any"
 
+#: Defaults of options that only generation reads.
+_GENERATION = (
+    "rollout.top_p == 1",
+    "rollout.top_k == -1",
+    "not rollout.stop",
+    "not rollout.stop_token_ids",
+    "rollout.generate == turn",
+    "rollout.generate_key == none",
+    "rollout.custom_generate_function_path == none",
+    "rollout.dynamic_sampling_filter_path == none",
+    "rollout.over_sampling_batch_size == none",
+    "rollout.workers == none",
+    "engine == embedded",
+    "not verify_logprobs",
+    "not colocate",
+)
+#: Plugin -> what it does with the samples or the weights of an engine.
+_OF_ENGINES = {
+    "tis": "weights tokens by the engine's log-probabilities",
+    "r3": "replays the engine's choice of experts",
+    "speculative": "trains and uses the drafts of an engine",
+    "zero_copy": "shares weights with an engine",
+    "true_on_policy": "makes the trainer compute as an engine does",
+    "pass_at_k": "counts correct samples of an engine",
+}
+
 plugin = Plugin(
     name="offline",
     summary="training without an engine: supervised (SFT) on messages, DPO and IPO on preferences",
@@ -44,12 +70,9 @@ plugin = Plugin(
         Rule("not algorithm.normalize_advantages", because="the advantages are the gradient of the loss"),
         Rule("not algorithm.use_rollout_logprobs", because=_NO_ENGINE),
         Rule("algorithm.gamma == 1", because="there are no rewards to discount"),
-        Rule(
-            "rollout.top_p == 1 and rollout.top_k == -1 and not rollout.stop and not rollout.stop_token_ids and rollout.generate == turn and "
-            "rollout.generate_key == none and rollout.custom_generate_function_path == none and rollout.dynamic_sampling_filter_path == none "
-            "and rollout.over_sampling_batch_size == none and rollout.workers == none and not verify_logprobs and not colocate",
-            because=_NO_ENGINE,
-        ),
+        *(Rule(needs, because=_NO_ENGINE) for needs in _GENERATION),
+        *(Rule(f"not plugin.{name}", because=f"it {what}, and a run without an engine has none") for name, what in _OF_ENGINES.items()),
+        Rule("train.precision != bf16", when="rollout.precision != bf16", because="no engine computes in the rollout's format"),
         Rule(
             "algorithm.eps_clip == 0.2 and algorithm.eps_clip_high == none and algorithm.eps_clip_c == none",
             because="its losses have no ratio to an old policy that could be clipped",
@@ -77,5 +100,5 @@ plugin = Plugin(
         ),
     ),
     foreign_flags={"--dpo-beta": {"*": "--kl-coef {}"}},
-    toy={"advantage_estimator": "sft", "label_key": "label", "custom_rm_path": None, "n_samples_per_prompt": None},
+    toy={"advantage_estimator": "sft", "label_key": "label", "custom_rm_path": None, "n_samples_per_prompt": None, "rollout_batch_size": 8},
 )
