@@ -29,12 +29,18 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"offline", "coevolution"}), "", "", "a step's games belong to the players of that step"),
     (frozenset({"offline", "ppo"}), "", "", "the other estimators compare samples of the policy"),
     *((frozenset({"offline", name}), "", "", "no engine generates any") for name in ("endpoint", "tools")),
-    *((frozenset({"offline", "environments"}), "", "", why) for why in ("it reads the layouts", "no reward is computed")),
+    *(
+        (frozenset({"offline", "environments"}), "", "", why)
+        for why in ("it reads the layouts", "no reward is computed")
+    ),
     *(
         (frozenset({"offline", name}), "", "", "a run without an engine has none")
         for name in ("tis", "r3", "speculative", "zero_copy", "true_on_policy", "pass_at_k")
     ),
-    *((frozenset({"offline", name}), "", f"{name}xbf16", "no engine computes in the rollout's format") for name in FORMATS),
+    *(
+        (frozenset({"offline", name}), "", f"{name}xbf16", "no engine computes in the rollout's format")
+        for name in FORMATS
+    ),
     *(
         (frozenset({"true_on_policy", name}), "", f"{name}xbf16", "computes another function than a plain trainer")
         for name in FORMATS

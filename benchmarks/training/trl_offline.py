@@ -10,6 +10,7 @@ seconds per step of each side, which on so small a model are overhead and no mea
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -71,7 +72,10 @@ def run_side(side: str, case: str, directory: Path, given: argparse.Namespace) -
     paths = [str(ROOT), given.trl_path if side == "trl" else "", os.environ.get("PYTHONPATH", "")]
     python = given.trl_python if side == "trl" else sys.executable
     words = [python, __file__, "--worker", side, "--case", case, "--directory", str(directory)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": str(given.threads)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": str(given.threads),
+    }
     subprocess.run(words, check=True, env=environment, stdout=sys.stderr)
     found: dict[str, Any] = json.loads((directory / f"{side}.json").read_text(encoding="utf-8"))
     return found
@@ -83,7 +87,7 @@ def make_inputs(case: str, directory: Path) -> None:
 
     shutil.copytree(toy_files("llama", max_position_embeddings=512) / "model", directory / "model")
     draw = random.Random(0)
-    words = "the cat sat on a mat and then ran to his big red dog".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "ran", "to", "his", "big", "red", "dog"]
 
     def text(most: int) -> str:
         return " ".join(draw.choice(words) for _ in range(draw.randint(1, most)))
@@ -91,7 +95,7 @@ def make_inputs(case: str, directory: Path) -> None:
     def say(role: str, most: int) -> dict[str, str]:
         return {"role": role, "content": text(most)}
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for _ in range(STEPS * ROWS):
         if case == "sft text":
             rows.append({"prompt": text(6), "completion": " " + text(8)})
@@ -173,7 +177,7 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
     rows = Dataset.from_json(str(directory / "rows.jsonl"), cache_dir=str(directory / "cache"))
     model = str(directory / "model")
     owner(model=model, args=config, train_dataset=rows, processing_class=tokenizer).train()
-    seconds = [after - before for before, after in zip(times[1:-1], times[2:], strict=True)]
+    seconds = [after - before for before, after in itertools.pairwise(times[1:])]
     return {"losses": losses, "seconds": seconds, "versions": installed("trl", "transformers")}
 
 

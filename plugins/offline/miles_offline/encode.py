@@ -75,15 +75,19 @@ class Encoder:
         return samples
 
     def _conversation(self, prompt: Any, answer: Any) -> list[Encoded]:
-        if isinstance(answer, str) and not self.chat:
+        if isinstance(prompt, str) and isinstance(answer, str) and not self.chat:
             before = self.template(prompt)
             after, end = self.tokenizer(answer, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id
             after += [] if after[-1:] == [end] else [end]
             return [Encoded([*before, *after], len(before), [1] * len(after))]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(answer, str):
-            prompt, answer = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer}]
+            answer = [{"role": "assistant", "content": answer}]
         if self.renderer is None:
-            raise DataError("it is a list of messages, and the tokenizer has no chat template; add chat_template.jinja to the checkpoint")
+            raise DataError(
+                "it is a list of messages, and the tokenizer has no chat template; add chat_template.jinja to the checkpoint"
+            )
         return encode_messages(self.renderer, [*prompt, *answer], len(prompt))
 
     def _check(self, part: Encoded, row: Row, column: str) -> None:

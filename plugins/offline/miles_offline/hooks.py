@@ -79,7 +79,7 @@ class HeldOut:
                 if step == 0:
                     first = await self.measure(handle)
                     metrics |= {f"{name}_first": value for name, value in first.items()}
-                learned = await inner(samples, step)
+                learned: Learned = await inner(samples, step)
                 assert self.options.held_out_interval is not None
                 if (step + 1) % self.options.held_out_interval == 0 or step + 1 == run.config.rollout.num_rollout:
                     metrics |= await self.measure(handle)

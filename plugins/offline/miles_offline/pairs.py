@@ -36,7 +36,9 @@ class Pairs:
         order = torch.argsort(group, stable=True)
         chosen, rejected = order[preferred[order]], order[~preferred[order]]
         if not torch.equal(group[chosen], group[rejected]):
-            raise MilesError(f"{len(chosen)} chosen and {len(rejected)} rejected texts do not form pairs; each needs its other side in the same group")
+            raise MilesError(
+                f"{len(chosen)} chosen and {len(rejected)} rejected texts do not form pairs; each needs its other side in the same group"
+            )
         return cls(inputs, chosen, rejected, _per_sample(inputs.mask.bool().double(), inputs))
 
     def sums(self, by_length: bool = False) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,9 @@ class Pairs:
         if self.inputs.kl is None:
             ratio = torch.zeros_like(self.inputs.mask, dtype=torch.float64)
             if len(self.inputs.lengths):
-                raise MilesError("preferences are compared with a reference model: give --kl-coef BETA, for example 0.1")
+                raise MilesError(
+                    "preferences are compared with a reference model: give --kl-coef BETA, for example 0.1"
+                )
         else:
             ratio = torch.where(self.inputs.mask.bool(), self.inputs.kl.double(), 0.0)
         total = _per_sample(ratio, self.inputs)

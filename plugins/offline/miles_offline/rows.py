@@ -1,8 +1,8 @@
 """Rows of training data in the layouts of Hugging Face data sets.
 
     messages                        a conversation; every assistant message is trained
-    prompt, completion              two texts, or two lists of messages
-    prompt, chosen, rejected        a preference: texts, or lists of messages
+    prompt, completion              two texts, or a list of messages and its answer, a list of messages or a text
+    prompt, chosen, rejected        a preference, with two answers of these kinds
     chosen, rejected                two conversations with the same beginning, which is the prompt
 
 ``--input-key`` names the column of messages or of the prompt if it has another name, and ``--label-key`` that of the completion.
@@ -33,7 +33,9 @@ class OfflineRows(Prompts):
         shuffle, seed: as for ``Prompts``.
     """
 
-    def __init__(self, paths: str, paired: bool, input_key: str, label_key: str | None, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, paths: str, paired: bool, input_key: str, label_key: str | None, shuffle: bool, seed: int
+    ) -> None:
         own = input_key != _INPUT
         self.prompt = input_key if label_key or own else "prompt"
         self.layouts: tuple[tuple[str, ...], ...] = ((input_key,),) if own else (("messages",), ("completion",))
@@ -50,10 +52,10 @@ class OfflineRows(Prompts):
         prompt = self._prompt(row, answers)
         for name, value in answers.items():
             check_side(value, name, place)
-            if prompt is not None and isinstance(value, str) is not isinstance(prompt, str):
+            if isinstance(prompt, str) and not isinstance(value, str):
                 raise DataError(
-                    f"{place}: the prompt is {_kind(prompt)} and the column {name!r} is {_kind(value)}; both must be texts, or both "
-                    "lists of messages"
+                    f"{place}: the column {self.prompt!r} is a text and the column {name!r} is a list of messages; an answer to a text is a "
+                    "text"
                 )
         if prompt is not None:
             check_side(prompt, self.prompt, place)
@@ -78,8 +80,16 @@ class OfflineRows(Prompts):
             prompt = _common(answers["chosen"], answers["rejected"])
             answers = {name: value[len(prompt) :] for name, value in answers.items()}
             if empty := [name for name, value in answers.items() if not value]:
-                raise DataError(f"{place}: the column {empty[0]!r} is the beginning of the other one, so it has no answer of its own")
-        return Row(prompt=_clean(prompt), label={n: _clean(v) for n, v in answers.items()}, index=at, place=place, examined=self.examined)
+                raise DataError(
+                    f"{place}: the column {empty[0]!r} is the beginning of the other one, so it has no answer of its own"
+                )
+        return Row(
+            prompt=_clean(prompt),
+            label={n: _clean(v) for n, v in answers.items()},
+            index=at,
+            place=place,
+            examined=self.examined,
+        )
 
     def _prompt(self, row: Mapping[str, Any], answers: Mapping[str, Any]) -> Any:
         """Return the prompt; None if the answers are whole conversations."""
@@ -95,7 +105,9 @@ class OfflineRows(Prompts):
     def _check_roles(self, answers: Mapping[str, Any], place: str) -> None:
         for name, value in answers.items():
             if isinstance(value, list) and not any(message["role"] == "assistant" for message in value):
-                raise DataError(f"{place}: no message in the column {name!r} has the role 'assistant', so nothing is trained; remove the row")
+                raise DataError(
+                    f"{place}: no message in the column {name!r} has the role 'assistant', so nothing is trained; remove the row"
+                )
 
 
 def check_side(value: Any, name: str, place: str) -> None:
@@ -107,9 +119,13 @@ def check_side(value: Any, name: str, place: str) -> None:
         raise DataError(f"{place}: the column {name!r} {what}; correct or remove the row")
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place}: message {number} in the column {name!r} is {message!r:.80}; a message has a 'role' and a 'content'")
+            raise DataError(
+                f"{place}: message {number} in the column {name!r} is {message!r:.80}; a message has a 'role' and a 'content'"
+            )
         if message["role"] == "assistant" and not message.get("content") and not message.get("tool_calls"):
-            raise DataError(f"{place}: message {number} in the column {name!r} is an assistant message without content; remove the row")
+            raise DataError(
+                f"{place}: message {number} in the column {name!r} is an assistant message without content; remove the row"
+            )
 
 
 def open_rows(run: Run, paths: str, train: bool = True) -> OfflineRows:
@@ -138,10 +154,6 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return value
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
-
-
-def _kind(value: Any) -> str:
-    return "a text" if isinstance(value, str) else "a list of messages"
 
 
 def _names(row: Mapping[str, Any]) -> str:

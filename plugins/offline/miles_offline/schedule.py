@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_core.data import Sample
-
 from miles_core.plugin import DataError, PolicyParts, Position, Run, Schedule
 from miles_offline.encode import Encoder
 from miles_offline.rows import OfflineRows, open_rows
@@ -60,7 +59,9 @@ class OfflineSchedule(Schedule):
     def load_state(self, position: Position) -> None:
         """Raises DataError for the position of a run that generated its samples."""
         if "offline" not in position.data:
-            raise DataError("cannot resume: the checkpoint is of a run that generated its samples; start from its exported weights")
+            raise DataError(
+                "cannot resume: the checkpoint is of a run that generated its samples; start from its exported weights"
+            )
         saved = position.data["offline"]
         self.rows.load_state(saved["rows"])
         self.group, self.sample = saved["group"], saved["sample"]

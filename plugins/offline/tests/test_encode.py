@@ -36,7 +36,9 @@ def encoder(context=128, chat=False, template=True):
     facts = {"model.context": context, "model.vocab_size": len(tokenizer)}
     data, rollout = SimpleNamespace(apply_chat_template=chat), SimpleNamespace(max_context_len=None)
     config = SimpleNamespace(data=data, rollout=rollout)
-    return Encoder(SimpleNamespace(tokenizer=tokenizer, render=Template(), config=config, plan=SimpleNamespace(fact=facts.get)))
+    return Encoder(
+        SimpleNamespace(tokenizer=tokenizer, render=Template(), config=config, plan=SimpleNamespace(fact=facts.get))
+    )
 
 
 def trained(sample):
@@ -47,7 +49,9 @@ def trained(sample):
 
 def test_every_answer_of_a_conversation_is_trained_in_one_sample():
     (sample,) = encoder().encode(Row([], {"messages": TALK}), 3, 10)
-    whole = "<|start|>user: hi<|end|><|start|>assistant: yes<|end|><|start|>user: so<|end|><|start|>assistant: no<|end|>"
+    whole = (
+        "<|start|>user: hi<|end|><|start|>assistant: yes<|end|><|start|>user: so<|end|><|start|>assistant: no<|end|>"
+    )
     assert make_tokenizer().decode(sample.tokens) == whole
     assert trained(sample) == "yes<|end|>no<|end|>"
     assert (sample.index, sample.group_index, sample.rollout_id, sample.reward) == (10, 3, 10, 1.0)
@@ -57,7 +61,10 @@ def test_an_answer_after_which_the_template_changes_earlier_text_is_a_sibling():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = FORGETS
     first, second = encode_messages(Renderer(tokenizer), TALK, 0)
-    assert [tokenizer.decode(each.tokens[each.prompt :]) for each in (first, second)] == ["<think>yes<|end|>", "<think>no<|end|>"]
+    assert [tokenizer.decode(each.tokens[each.prompt :]) for each in (first, second)] == [
+        "<think>yes<|end|>",
+        "<think>no<|end|>",
+    ]
 
 
 def test_messages_of_the_prompt_are_not_trained():
@@ -69,6 +76,11 @@ def test_messages_of_the_prompt_are_not_trained():
 def test_a_text_ends_once(answer):
     (sample,) = encoder().encode(Row("q", {"completion": answer}), 0, 0)
     assert make_tokenizer().decode(sample.tokens) == "q a<|end|>" and trained(sample) == " a<|end|>"
+
+
+def test_a_text_answers_messages():
+    (sample,) = encoder().encode(Row(TALK[:1], {"completion": "a"}), 0, 0)
+    assert make_tokenizer().decode(sample.tokens) == "<|start|>user: hi<|end|><|start|>assistant: a<|end|>"
 
 
 def test_texts_are_messages_with_the_chat_template():
@@ -85,8 +97,16 @@ def test_the_two_sides_of_a_pair_are_one_rollout():
 @pytest.mark.parametrize(
     ("options", "label", "message"),
     [
-        ({"context": 8}, {"completion": "answers"}, "with the column 'completion' the row has 9 tokens (1 before the answer), and 8 fit (the model's context)"),
-        ({"template": False}, {"messages": TALK}, "column 'messages': it is a list of messages, and the tokenizer has no chat template"),
+        (
+            {"context": 8},
+            {"completion": "answers"},
+            "with the column 'completion' the row has 9 tokens (1 before the answer), and 8 fit (the model's context)",
+        ),
+        (
+            {"template": False},
+            {"messages": TALK},
+            "column 'messages': it is a list of messages, and the tokenizer has no chat template",
+        ),
     ],
 )
 def test_what_does_not_fit_is_described_with_its_row_and_column(options, label, message):

@@ -41,18 +41,38 @@ def test_layouts(tmp_path, row, options, prompt, answers):
 @pytest.mark.parametrize(
     ("row", "paired", "message"),
     [
-        ({"text": "a"}, False, "a row needs the column 'messages' or the columns 'prompt' and 'completion', and its columns are: 'text'"),
-        ({"prompt": "q", "chosen": "a"}, True, "a row needs the columns 'prompt', 'chosen' and 'rejected', and its columns are: 'prompt', 'chosen'"),
+        (
+            {"text": "a"},
+            False,
+            "a row needs the column 'messages' or the columns 'prompt' and 'completion', and its columns are: 'text'",
+        ),
+        (
+            {"prompt": "q", "chosen": "a"},
+            True,
+            "a row needs the columns 'prompt', 'chosen' and 'rejected', and its columns are: 'prompt', 'chosen'",
+        ),
         ({"prompt": "q", "completion": ""}, False, "the column 'completion' is empty"),
         ({"prompt": "", "completion": "a"}, False, "the column 'prompt' is empty"),
         ({"prompt": "q", "completion": 3}, False, "the column 'completion' is 3, not a text or a list of messages"),
-        ({"prompt": "q", "completion": [ANSWER]}, False, "the prompt is a text and the column 'completion' is a list of messages"),
+        (
+            {"prompt": "q", "completion": [ANSWER]},
+            False,
+            "the column 'prompt' is a text and the column 'completion' is a list of messages",
+        ),
         ({"completion": "a"}, False, "the column 'completion' is a text, but there is no column 'prompt'"),
         ({"messages": [USER]}, False, "no message in the column 'messages' has the role 'assistant'"),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, False, "message 1 in the column 'messages' is an assistant message without"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": ""}]},
+            False,
+            "message 1 in the column 'messages' is an assistant message without",
+        ),
         ({"messages": [USER, "a"]}, False, "message 1 in the column 'messages' is 'a'"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, True, "the columns 'chosen' and 'rejected' are equal"),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER]}, True, "the column 'chosen' is the beginning of the other one"),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER]},
+            True,
+            "the column 'chosen' is the beginning of the other one",
+        ),
     ],
 )
 def test_a_defect_is_described_with_its_row_and_column(tmp_path, row, paired, message):

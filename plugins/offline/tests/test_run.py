@@ -10,7 +10,12 @@ from safetensors.torch import load_file
 from miles_core.plugin import DataError, PlanError
 from miles_testing import plan, toy_run
 
-OPTIONS = {"custom_rm_path": None, "n_samples_per_prompt": None, "rollout_max_response_len": None, "rollout_batch_size": 4}
+OPTIONS = {
+    "custom_rm_path": None,
+    "n_samples_per_prompt": None,
+    "rollout_max_response_len": None,
+    "rollout_batch_size": 4,
+}
 SFT = {**OPTIONS, "advantage_estimator": "sft", "loss_aggregation": "token_mean"}
 DPO = {**OPTIONS, "advantage_estimator": "dpo", "kl_coef": 0.1}
 
@@ -27,7 +32,9 @@ def talks(tmp_path):
 
 @pytest.fixture
 def pairs(tmp_path):
-    rows = [{"prompt": letter, "chosen": letter * 2, "rejected": "xyz"[: 1 + n % 3]} for n, letter in enumerate("abcdef")]
+    rows = [
+        {"prompt": letter, "chosen": letter * 2, "rejected": "xyz"[: 1 + n % 3]} for n, letter in enumerate("abcdef")
+    ]
     return write(tmp_path / "pairs.jsonl", rows)
 
 
@@ -46,7 +53,9 @@ def weights(directory, step):
 
 
 def test_supervised_training_learns_without_an_engine(talks):
-    run = toy_run(["offline"], steps=12, prompt_data=talks, held_out_data=talks, held_out_interval=6, **{**SFT, "lr": 1e-2})
+    run = toy_run(
+        ["offline"], steps=12, prompt_data=talks, held_out_data=talks, held_out_interval=6, **{**SFT, "lr": 1e-2}
+    )
     assert run.engine is None and run.run.policy.version == -1
     found = losses(run)
     assert found[-1] < 0.6 * found[0]
@@ -69,7 +78,8 @@ def test_preferences_are_learned(pairs, estimator):
 def test_micro_batches_change_nothing(talks, pairs, options):
     data = pairs if options is DPO else talks
     whole, split = (
-        toy_run(["offline"], steps=3, family="llama", prompt_data=data, micro_batch_size=size, **options) for size in (16, 1)
+        toy_run(["offline"], steps=3, family="llama", prompt_data=data, micro_batch_size=size, **options)
+        for size in (16, 1)
     )
     assert losses(whole) == pytest.approx(losses(split), rel=1e-5)
     norms = ([record["train/grad_norm"] for record in run.metrics] for run in (whole, split))
@@ -90,7 +100,15 @@ def test_two_steps_and_two_more_equal_four(talks, pairs, options, tmp_path):
 @pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
 def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
     data = pairs if options is DPO else talks
-    run = toy_run(["lora", "offline"], tmp_path / "run", steps=6, family="llama", prompt_data=data, lora_rank=4, **{**options, "lr": 2e-2})
+    run = toy_run(
+        ["lora", "offline"],
+        tmp_path / "run",
+        steps=6,
+        family="llama",
+        prompt_data=data,
+        lora_rank=4,
+        **{**options, "lr": 2e-2},
+    )
     assert losses(run)[-1] < losses(run)[0]
     trained = {name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad}
     assert trained and all("lora" in name for name in trained)
