@@ -13,9 +13,8 @@ from miles_core.data import Batch, Sample
 from miles_core.plugin import Policy, Run, hookimpl
 from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output
 from miles_offline.config import OfflineConfig
-from miles_offline.encode import Encoder
 from miles_offline.pairs import CHOSEN, LOSS, REJECTED
-from miles_offline.rows import open_rows
+from miles_offline.schedule import HELD_OUT
 
 
 class Offline:
@@ -60,38 +59,31 @@ class HeldOut:
 
     def __init__(self, options: OfflineConfig) -> None:
         self.options = options
-        self.samples: list[Sample] = []
-
-    @hookimpl
-    def on_start(self, run: Run) -> None:
-        assert self.options.held_out is not None
-        encoder = Encoder(run)
-        self.samples = []
-        for number, row in enumerate(open_rows(run, self.options.held_out, train=False)):
-            self.samples += encoder.encode(row, number, len(self.samples))
 
     @hookimpl
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
         def wrap(inner: Any) -> Any:
+            held_out, handle = run.state[HELD_OUT], handles[policy.name]
+
             async def learn(samples: Sequence[Sample], step: int) -> Learned:
                 metrics: dict[str, float] = {}
-                handle = handles[policy.name]
                 if step == 0:
-                    first = await self.measure(handle)
+                    first = await measure(handle, held_out)
                     metrics |= {f"{name}_first": value for name, value in first.items()}
                 learned: Learned = await inner(samples, step)
                 assert self.options.held_out_interval is not None
                 if (step + 1) % self.options.held_out_interval == 0 or step + 1 == run.config.rollout.num_rollout:
-                    metrics |= await self.measure(handle)
+                    metrics |= await measure(handle, held_out)
                 return replace(learned, metrics={**learned.metrics, **metrics})
 
             return learn
 
         return wrap
 
-    async def measure(self, handle: LearnerHandle) -> dict[str, float]:
-        """Return the mean negative log-likelihood of the trained tokens, nats; of preferences, that of the chosen texts."""
-        chosen = [sample for sample in self.samples if sample.reward]
-        found = await handle.log_probs(chosen)
-        tokens = sum(int(np.asarray(sample.mask).sum()) for sample in chosen)
-        return {"offline/held_out_nll": -float(sum(np.asarray(each, np.float64).sum() for each in found)) / tokens}
+
+async def measure(handle: LearnerHandle, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean negative log-likelihood of the trained tokens, nats; of preferences, that of the chosen texts."""
+    chosen = [sample for sample in samples if sample.reward]
+    found = await handle.log_probs(chosen)
+    tokens = sum(int(np.asarray(sample.mask).sum()) for sample in chosen)
+    return {"offline/held_out_nll": -float(sum(np.asarray(each, np.float64).sum() for each in found)) / tokens}

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_core.data import Sample
-from miles_core.plugin import DataError, PolicyParts, Position, Run, Schedule
+from miles_core.plugin import DataError, PolicyParts, Position, Run, Schedule, StateKey
 from miles_offline.encode import Encoder
 from miles_offline.rows import OfflineRows, open_rows
 
-#: Rows that are encoded before the model is built, so that a defect is reported immediately.
-EXAMINED = 10_000
+log = logging.getLogger(__name__)
+
+#: Rows of a large file that are encoded before the model is built; of other files all are.
+_EXAMINED = 10_000
+#: The samples of ``--held-out-data``, in the driver.
+HELD_OUT = StateKey[list[Sample]]()
 
 
 def make_prompts(run: Run, data: str, purpose: str) -> OfflineRows:
-    """``--prompts offline``: open the rows and encode the first of them."""
+    """``--prompts offline``: open training and held-out rows, and encode them, so that a defect is reported before the model is built."""
     rows, encoder = open_rows(run, data), Encoder(run)
-    for number in range(min(len(rows), EXAMINED)):
+    for number in range(len(rows) if rows.examined else _EXAMINED):
         encoder.encode(rows[number], 0, 0)
+    held_out: list[Sample] = []
+    if path := run.config.plugin("offline").held_out:
+        for number, row in enumerate(open_rows(run, path, train=False)):
+            held_out += encoder.encode(row, number, len(held_out))
+    run.state[HELD_OUT] = held_out
     return rows
 
 
@@ -38,12 +48,20 @@ class OfflineSchedule(Schedule):
         self.group = self.sample = 0
 
     async def take(self, step: int) -> list[list[Sample]]:
-        groups = []
-        for row in self.rows.next(self.run.config.rollout.batch_size):
-            if row.fault:
-                raise DataError(row.fault)
-            groups.append(self.encoder.encode(row, self.group, self.sample))
-            self.group, self.sample = self.group + 1, self.sample + len(groups[-1])
+        groups: list[list[Sample]] = []
+        count = self.run.config.rollout.batch_size
+        while len(groups) < count:
+            for row in self.rows.next(count - len(groups)):
+                try:
+                    if row.fault:
+                        raise DataError(row.fault)
+                    groups.append(self.encoder.encode(row, self.group, self.sample))
+                except DataError as error:
+                    if row.examined:
+                        raise
+                    log.warning("%s. The row is left out", error)
+                else:
+                    self.group, self.sample = self.group + 1, self.sample + len(groups[-1])
         return groups
 
     @asynccontextmanager
