@@ -110,6 +110,10 @@ def encode_messages(renderer: Renderer, messages: Sequence[Any], first: int) -> 
         if number < first or message["role"] != "assistant":
             continue
         before, answer = renderer.answer(messages[: number + 1])
+        if number == len(messages) - 1 and not {*answer} & {*renderer.tokenizer.all_special_ids}:
+            answer.append(
+                renderer.tokenizer.eos_token_id
+            )  # some templates end an answer with the beginning of the next message
         last = found[-1] if found else None
         if last is not None and before[: len(last.tokens)] == last.tokens:
             last.mask += [0] * (len(before) - len(last.tokens)) + [1] * len(answer)

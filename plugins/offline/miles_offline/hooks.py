@@ -47,7 +47,9 @@ class PairMetrics:
                     "offline/accuracy": (chosen > rejected).to(own),
                 }
                 pairs = {name: ((value * trained).sum(), count) for name, value in values.items()}
-                return Loss(found.value, found.metrics | pairs)
+                # an estimate of the KL needs tokens that the policy sampled
+                others = {name: pair for name, pair in found.metrics.items() if name != "train/ref_kl"}
+                return Loss(found.value, others | pairs)
 
             return loss
 

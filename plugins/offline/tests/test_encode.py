@@ -67,6 +67,13 @@ def test_an_answer_after_which_the_template_changes_earlier_text_is_a_sibling():
     ]
 
 
+def test_a_conversation_ends_also_if_its_template_writes_no_end():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
+    (found,) = encode_messages(Renderer(tokenizer), TALK, 0)
+    assert tokenizer.decode(found.tokens).endswith("assistant: no<|end|>") and found.mask[-1] == 1
+
+
 def test_messages_of_the_prompt_are_not_trained():
     (sample,) = encoder().encode(Row(TALK[:3], {"completion": TALK[3:]}), 0, 0)
     assert trained(sample) == "no<|end|>" and set(sample.mask) == {1}
