@@ -239,5 +239,5 @@ def test_an_answer_follows_the_generation_prompt_and_holds_no_control_token_of_i
 
 
 def test_an_answer_that_does_not_follow_the_generation_prompt_is_refused():
-    with pytest.raises(DataError, match="does not write .* after its generation prompt"):
+    with pytest.raises(DataError, match=r"does not write .* after its generation prompt"):
         renderer(EMPTY_THINK).answer([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

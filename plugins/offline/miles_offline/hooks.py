@@ -66,16 +66,17 @@ class HeldOut:
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
         def wrap(inner: Any) -> Any:
             held_out, handle = run.state[HELD_OUT], handles[policy.name]
+            by_length = run.config.algorithm.advantage_estimator == "ipo"
 
             async def learn(samples: Sequence[Sample], step: int) -> Learned:
                 metrics: dict[str, float] = {}
                 if step == 0:
-                    first = await measure(handle, held_out)
+                    first = await measure(handle, held_out, by_length)
                     metrics |= {f"{name}_first": value for name, value in first.items()}
                 learned: Learned = await inner(samples, step)
                 assert self.options.held_out_interval is not None
                 if (step + 1) % self.options.held_out_interval == 0 or step + 1 == run.config.rollout.num_rollout:
-                    metrics |= await measure(handle, held_out)
+                    metrics |= await measure(handle, held_out, by_length)
                 return replace(learned, metrics={**learned.metrics, **metrics})
 
             return learn
@@ -83,9 +84,17 @@ class HeldOut:
         return wrap
 
 
-async def measure(handle: LearnerHandle, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean negative log-likelihood of the trained tokens, nats; of preferences, that of the chosen texts."""
-    chosen = [sample for sample in samples if sample.reward]
-    found = await handle.log_probs(chosen)
-    tokens = sum(int(np.asarray(sample.mask).sum()) for sample in chosen)
-    return {"offline/held_out_nll": -float(sum(np.asarray(each, np.float64).sum() for each in found)) / tokens}
+async def measure(handle: LearnerHandle, samples: Sequence[Sample], by_length: bool) -> dict[str, float]:
+    """Return the mean negative log-likelihood of the trained tokens, in nats; of preferences, that of the chosen texts, and the fraction of
+    pairs whose chosen text has the larger log-ratio to the reference (with ``by_length`` per token)."""
+    counts = [sum(sample.mask) for sample in samples]
+    own = [float(each.sum(dtype=np.float64)) for each in await handle.log_probs(samples)]
+    chosen = [number for number, sample in enumerate(samples) if sample.reward]
+    metrics = {"offline/held_out_nll": -sum(own[i] for i in chosen) / sum(counts[i] for i in chosen)}
+    if len(chosen) < len(samples):  # a rejected text follows its chosen one
+        found = await handle.columns(samples, "ref", ("log_probs",))
+        ratios = [a - float(b["log_probs"].sum(dtype=np.float64)) for a, b in zip(own, found, strict=True)]
+        if by_length:
+            ratios = [ratio / max(count, 1) for ratio, count in zip(ratios, counts, strict=True)]
+        metrics["offline/held_out_accuracy"] = sum(ratios[i] > ratios[i + 1] for i in chosen) / len(chosen)
+    return metrics

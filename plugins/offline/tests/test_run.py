@@ -67,10 +67,12 @@ def test_supervised_training_learns_without_an_engine(talks):
 
 @pytest.mark.parametrize("estimator", ["dpo", "ipo"])
 def test_preferences_are_learned(pairs, estimator):
-    run = toy_run(["offline"], steps=12, prompt_data=pairs, **{**DPO, "advantage_estimator": estimator, "lr": 1e-2})
+    options = {**DPO, "advantage_estimator": estimator, "lr": 1e-2, "held_out_data": pairs, "held_out_interval": 12}
+    run = toy_run(["offline"], steps=12, prompt_data=pairs, **options)
     first, last = run.metrics[0], run.metrics[-1]
     assert last["train/loss"] < 0.8 * first["train/loss"]
     assert "train/ref_kl" not in first and first["offline/margin"] == 0 and last["offline/accuracy"] == 1
+    assert first["offline/held_out_accuracy_first"] == 0 and last["offline/held_out_accuracy"] == 1
     assert last["offline/margin"] == pytest.approx(last["offline/reward_chosen"] - last["offline/reward_rejected"])
 
 
