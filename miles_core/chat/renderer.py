@@ -165,9 +165,7 @@ class Renderer:
         head = self.text(clean, tools)
         whole = self.text([*clean, *self._without_control(messages[-1:], within)], tools, generate=False)
         if not whole.startswith(head):
-            raise DataError(
-                f"the chat template does not write {messages[-1]!r:.60} after its generation prompt; try --chat-template-kwargs"
-            )
+            raise DataError(f"the chat template does not write {messages[-1]!r:.60} after its generation prompt")
         return self._encode(head, before), self._encode(whole[len(head) :], within, inside=True)
 
     def extend(

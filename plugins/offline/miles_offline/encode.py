@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_core.data import Renderer, Row, Sample, Status
 from miles_core.plugin import DataError, MilesError, Run
+from miles_offline.rows import TOOLS
 
 
 @dataclass
@@ -48,13 +49,17 @@ class Encoder:
         samples: list[Sample] = []
         for column, answer in row.label.items():
             try:
-                parts = self._conversation(row.prompt, answer)
+                parts = self._conversation(row.prompt, answer, row.metadata.get(TOOLS))
             except MilesError as error:
                 raise DataError(f"{row.place}, column {column!r}: {error}") from error
             if len(row.label) == 2 and len(parts) > 1:
                 raise DataError(
                     f"{row.place}: the chat template changes earlier answers of the column {column!r} when the conversation goes on, so the "
                     "two sides cannot be compared as one text each; give only the last answer in it, and the others in the prompt"
+                )
+            if not parts:
+                raise DataError(
+                    f"{row.place}: no message in the column {column!r} after the prompt has the role 'assistant'; remove the row"
                 )
             for part in parts:
                 self._check(part, row, column)
@@ -74,7 +79,7 @@ class Encoder:
                 )
         return samples
 
-    def _conversation(self, prompt: Any, answer: Any) -> list[Encoded]:
+    def _conversation(self, prompt: Any, answer: Any, tools: list[Any] | None) -> list[Encoded]:
         if isinstance(prompt, str) and isinstance(answer, str) and not self.chat:
             before = self.template(prompt)
             after, end = self.tokenizer(answer, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id
@@ -88,7 +93,7 @@ class Encoder:
             raise DataError(
                 "it is a list of messages, and the tokenizer has no chat template; add chat_template.jinja to the checkpoint"
             )
-        return encode_messages(self.renderer, [*prompt, *answer], len(prompt))
+        return encode_messages(self.renderer, [*prompt, *answer], len(prompt), tools)
 
     def _check(self, part: Encoded, row: Row, column: str) -> None:
         if self.limit is not None and len(part.tokens) > self.limit:
@@ -103,13 +108,15 @@ class Encoder:
             )
 
 
-def encode_messages(renderer: Renderer, messages: Sequence[Any], first: int) -> list[Encoded]:
+def encode_messages(
+    renderer: Renderer, messages: Sequence[Any], first: int, tools: Sequence[Any] | None = None
+) -> list[Encoded]:
     """Return the samples of a conversation, in which the assistant messages from number ``first`` on are trained."""
     found: list[Encoded] = []
     for number, message in enumerate(messages):
         if number < first or message["role"] != "assistant":
             continue
-        before, answer = renderer.answer(messages[: number + 1])
+        before, answer = renderer.answer(messages[: number + 1], tools)
         if number == len(messages) - 1 and not {*answer} & {*renderer.tokenizer.all_special_ids}:
             answer.append(
                 renderer.tokenizer.eos_token_id

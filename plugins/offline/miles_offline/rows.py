@@ -6,6 +6,7 @@
     chosen, rejected                two conversations with the same beginning, which is the prompt
 
 ``--input-key`` names the column of messages or of the prompt if it has another name, and ``--label-key`` that of the completion.
+The schemas of functions in the column ``tools``, a list or the text of a JSON list, are given to the chat template.
 
 A ``Row`` of this source has the prompt, and as its label a dict of the answers by column. In the layout ``messages`` the prompt is empty and the
 answer is the whole conversation.
@@ -13,7 +14,9 @@ answer is the whole conversation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from miles_core.data import ParquetFile, Prompts, Row
@@ -21,6 +24,7 @@ from miles_core.plugin import DataError, Run
 
 #: Default of ``--input-key``, which no layout has.
 _INPUT = "input"
+TOOLS, _MEDIA = "tools", ("image", "images", "video", "videos", "audio", "audios")
 
 
 class OfflineRows(Prompts):
@@ -43,11 +47,16 @@ class OfflineRows(Prompts):
             self.layouts = ((label_key,),)
         elif paired:
             self.layouts = (("chosen", "rejected"),)
-        columns = (self.prompt, *(name for layout in self.layouts for name in layout))
+        columns = (self.prompt, *(name for layout in self.layouts for name in layout), TOOLS)
         super().__init__(paths, shuffle=shuffle, seed=seed, open_parquet=ParquetFile, columns=columns)
 
     def check(self, row: dict[str, Any], place: str) -> None:
         """Raise DataError, which names the row and the column, unless the row has one of the layouts."""
+        if media := next((name for name in _MEDIA if row.get(name)), None):
+            raise DataError(
+                f"{place}: the column {media!r} is not empty, and the plugin trains on text only; remove it"
+            )
+        read_tools(row, place)
         answers = self._answers(row, place)
         prompt = self._prompt(row, answers)
         for name, value in answers.items():
@@ -86,6 +95,7 @@ class OfflineRows(Prompts):
         return Row(
             prompt=_clean(prompt),
             label={n: _clean(v) for n, v in answers.items()},
+            metadata={TOOLS: tools} if (tools := read_tools(row, place)) else {},
             index=at,
             place=place,
             examined=self.examined,
@@ -126,6 +136,19 @@ def check_side(value: Any, name: str, place: str) -> None:
             raise DataError(
                 f"{place}: message {number} in the column {name!r} is an assistant message without content; remove the row"
             )
+
+
+def read_tools(row: Mapping[str, Any], place: str) -> list[Any]:
+    """Return the schemas of functions in the column ``tools``; empty without it. DataError if it is neither a list nor the text of one."""
+    tools = row.get(TOOLS)
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
+    if tools is None or isinstance(tools, list):
+        return tools or []
+    raise DataError(
+        f"{place}: the column {TOOLS!r} is {tools!r:.80}; it must be a list of schemas, or the text of a JSON list"
+    )
 
 
 def open_rows(run: Run, paths: str, train: bool = True) -> OfflineRows:

@@ -120,3 +120,11 @@ def test_what_does_not_fit_is_described_with_its_row_and_column(options, label, 
     with pytest.raises(DataError) as error:
         encoder(**options).encode(Row("q", label, place="rows.jsonl:7"), 0, 0)
     assert "rows.jsonl:7" in str(error.value) and message in str(error.value)
+
+
+def test_a_side_without_an_answer_is_refused():
+    sides = {"chosen": [TALK[1]], "rejected": [TALK[2]]}
+    with pytest.raises(
+        DataError, match="no message in the column 'rejected' after the prompt has the role 'assistant'"
+    ):
+        encoder().encode(Row(TALK[:1], sides), 0, 0)

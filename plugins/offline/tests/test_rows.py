@@ -66,6 +66,12 @@ def test_layouts(tmp_path, row, options, prompt, answers):
             False,
             "message 1 in the column 'messages' is an assistant message without",
         ),
+        (
+            {"messages": [USER, ANSWER], "tools": "add"},
+            False,
+            "the column 'tools' is 'add'; it must be a list of schemas",
+        ),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, False, "the column 'images' is not empty"),
         ({"messages": [USER, "a"]}, False, "message 1 in the column 'messages' is 'a'"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, True, "the columns 'chosen' and 'rejected' are equal"),
         (
@@ -81,3 +87,10 @@ def test_a_defect_is_described_with_its_row_and_column(tmp_path, row, paired, me
         list(open_rows(tmp_path / "rows.jsonl", good, row, paired=paired))
     text = str(error.value)
     assert f"rows.jsonl:2: {message}" in text and "\n" not in text
+
+
+def test_schemas_of_functions_are_read_from_a_list_or_its_text(tmp_path):
+    schemas = [{"type": "function", "function": {"name": "add"}}]
+    rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in (schemas, json.dumps(schemas), None)]
+    found = [row.metadata for row in open_rows(tmp_path / "rows.jsonl", *rows)]
+    assert found == [{"tools": schemas}, {"tools": schemas}, {}]
