@@ -69,7 +69,11 @@ plugin = Plugin(
             "algorithm.advantage_estimator in {sft, dpo, ipo}",
             because="the other estimators compare samples of the policy",
         ),
-        Rule("data.prompt_data", because="its rows are trained on: give --prompt-data FILE"),
+        Rule(
+            "data.prompt_data",
+            when="data.prompts == offline",
+            because="its rows are trained on: give --prompt-data FILE",
+        ),
         Rule("algorithm.kl_coef > 0", when=_PAIRS, because="--kl-coef is the beta of the loss; 0.1 is usual"),
         Rule(
             "algorithm.kl_coef == 0",
