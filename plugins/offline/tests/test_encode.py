@@ -1,4 +1,4 @@
-"""Rows to samples: what is trained, and what is said about a row that does not fit."""
+"""Rows to samples: what is trained, and the errors for rows that do not fit."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Layouts of rows, and what is said about a row that cannot be trained on."""
+"""Layouts of rows, and the errors for rows that cannot be trained on."""
 
 import json
 
