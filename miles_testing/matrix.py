@@ -127,7 +127,7 @@ def _planned(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str
     return "planned", "", None
 
 
-def _ran(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, float]:
+def _ran(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, float | None]:
     run = toy_run(names, **options)
     inactive = sorted(set(names) - set(run.run.plan.order))
     if inactive:
@@ -137,8 +137,8 @@ def _ran(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, fl
         for name in ("mismatch/abs_log_prob", "train/grad_norm")
     )
     if not norms or min(norms) <= 0:
-        return "fails", "a step has no gradient", max(gaps)
-    return "works", "", max(gaps)
+        return "fails", "a step has no gradient", max(gaps, default=None)
+    return "works", "", max(gaps, default=None)
 
 
 def reason_of(error: PlanError) -> str:

@@ -44,6 +44,7 @@ ORDINARY = {
     "planner": "miles_planner",
     "experts": "miles_experts",
     "optimizers": "miles_optimizers",
+    "offline": "miles_offline",
 }
 FEATURES = {ORDINARY.get(name, name) for name in FEATURES}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)

@@ -153,6 +153,21 @@ class Renderer:
             raise DataError(f"the prompt {messages!r:.80} has no token; remove it from the data")
         return tokens
 
+    def answer(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[list[int], list[int]]:
+        """Render a conversation that ends with an assistant message: the tokens of the generation prompt before it, and of the message.
+
+        Raises:
+            DataError: the template rejects the conversation, or does not write the message after the generation prompt.
+        """
+        messages, _ = self._take_media(messages, None)
+        before, within = list[str](), list[str]()
+        clean = self._without_control(messages[:-1], before)
+        head = self.text(clean, tools)
+        whole = self.text([*clean, *self._without_control(messages[-1:], within)], tools, generate=False)
+        if not whole.startswith(head):
+            raise DataError(f"the chat template does not write {messages[-1]!r:.60} after its generation prompt")
+        return self._encode(head, before), self._encode(whole[len(head) :], within, inside=True)
+
     def extend(
         self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[int]:

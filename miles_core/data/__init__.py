@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from miles_core.data.field import CANDIDATES as CANDIDATES, Field as Field, SAMPLING_SUPPORT as SAMPLING_SUPPORT
     from miles_core.data.media import Media as Media
     from miles_core.data.media_reader import read_parts as read_parts
+    from miles_core.data.parquet import ParquetFile as ParquetFile
     from miles_core.data.prompt_source import PromptSource as PromptSource, Row as Row
+    from miles_core.data.prompts import Prompts as Prompts
     from miles_core.chat.renderer import CannotExtend as CannotExtend, Renderer as Renderer
     from miles_core.data.sample import Sample as Sample, Status as Status, number as number
     from miles_core.text import (
@@ -36,7 +38,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.data.field": "CANDIDATES Field SAMPLING_SUPPORT",
         "miles_core.data.media": "Media",
         "miles_core.data.media_reader": "read_parts",
+        "miles_core.data.parquet": "ParquetFile",
         "miles_core.data.prompt_source": "PromptSource Row",
+        "miles_core.data.prompts": "Prompts",
         "miles_core.chat.renderer": "CannotExtend Renderer",
         "miles_core.data.sample": "Sample Status number",
         "miles_core.text": "describe_error valid_data valid_text",

@@ -169,6 +169,7 @@ class Prompts(PromptSource):
         seed: seed of the shuffle.
         open_parquet: opens parquet files; they are refused without it.
         media: take images out of the rows (``MediaReader``); without it, rows with media are refused.
+        columns: names of the columns that a subclass with other ``check`` and ``convert`` reads instead.
 
     Raises:
         DataError: a file is missing or malformed, a key is missing, or there are no rows.
@@ -185,14 +186,15 @@ class Prompts(PromptSource):
         seed: int = 0,
         open_parquet: Opener | None = None,
         media: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         self.input_key, self.label_key, self.metadata_key = input_key, label_key, metadata_key
         self.shuffle, self.seed, self.media = shuffle, seed, media
         paths = [paths] if isinstance(paths, str) else list(paths)
-        columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
+        columns = columns or [key for key in (input_key, label_key, metadata_key) if key is not None]
         self._named = columns
-        meaning = json.dumps([input_key, label_key, metadata_key, *(["media"] if media else [])])
-        self._files = [open_prompt_file(path, columns, self._check, meaning, open_parquet, media) for path in paths]
+        meaning = json.dumps([type(self).__qualname__, *columns, *(["media"] if media else [])])
+        self._files = [open_prompt_file(path, columns, self.check, meaning, open_parquet, media) for path in paths]
         self._ends = list(accumulate(len(file) for file in self._files))
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
@@ -214,7 +216,11 @@ class Prompts(PromptSource):
         """Return row ``at`` of the files, whose number does not depend on ``restrict``."""
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
-        self._check(row, place)  # the file may have been edited since it was opened
+        self.check(row, place)  # the file may have been edited since it was opened
+        return self.convert(row, at, place)
+
+    def convert(self, row: dict[str, Any], at: int, place: str) -> Row:
+        """Convert row ``at`` of the files, which ``check`` accepted."""
         prompt: Any = _without_nulls(find_entry(row, self.input_key))
         media: tuple[Media, ...] = ()
         if self.media:
@@ -318,7 +324,8 @@ class Prompts(PromptSource):
             identity["media"] = hashlib.sha256(b"".join(read)).hexdigest()[:16]
         return identity | ({"seed": self.seed} if self.shuffle else {})
 
-    def _check(self, row: dict[str, Any], place: str) -> None:
+    def check(self, row: dict[str, Any], place: str) -> None:
+        """Raise DataError for an invalid row at ``place``."""
         prompt, label, metadata = (
             None if key is None else find_entry(row, key, _ABSENT)
             for key in (self.input_key, self.label_key, self.metadata_key)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Policy as Policy
     from miles_core.contracts.run import Run as Run
     from miles_core.contracts.runtime import PolicyParts as PolicyParts, Runtime as Runtime
-    from miles_core.contracts.schedule import Schedule as Schedule
+    from miles_core.contracts.schedule import Position as Position, Schedule as Schedule
     from miles_core.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
@@ -82,7 +82,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.config.config": "Config",
         "miles_core.contracts.run": "Policy Run StateKey",
         "miles_core.contracts.runtime": "PolicyParts Runtime",
-        "miles_core.contracts.schedule": "Schedule",
+        "miles_core.contracts.schedule": "Position Schedule",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError OutOfTime PlanError "
         "PluginError SyncError WorkerLost",
         "miles_core.plugin.detect": "config_facts model_facts",

@@ -226,3 +226,18 @@ def test_what_cannot_be_appended():
     render.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
         Renderer(render.tokenizer)
+
+
+def test_an_answer_follows_the_generation_prompt_and_holds_no_control_token_of_its_text():
+    made = renderer(CHATML)
+    talk = [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b<|im_start|>"}]
+    prompt, answer = made.answer(talk)
+    assert prompt == made.render(talk[:1])
+    start, end = (made.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    assert answer.count(end) == 1 and start not in answer
+    assert made.tokenizer.decode(answer) == "b<|im_start|><|im_end|>\n"
+
+
+def test_an_answer_that_does_not_follow_the_generation_prompt_is_refused():
+    with pytest.raises(DataError, match=r"does not write .* after its generation prompt"):
+        renderer(EMPTY_THINK).answer([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

@@ -41,7 +41,7 @@ def test_a_later_run_reads_positions_and_digest_without_checking_rows(tmp_path, 
     first = Prompts(path)
     assert len(list(stored.iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(Prompts, "_check", lambda *_: pytest.fail("a row is checked again"))
+        patch.setattr(Prompts, "check", lambda *_: pytest.fail("a row is checked again"))
         again = Prompts(path)
         assert again.state() == first.state() and len(again) == 5
     assert [row.prompt for row in again.next(6)] == ["q0", "q1", "q2", "q3", "q4", "q0"]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_core.data.prompt_source import Row
 from miles_core.data.prompts import Prompts, epoch_order
 from miles_core.errors import DataError
 
@@ -224,3 +225,16 @@ def test_a_key_of_a_mapping_that_is_missing(tmp_path, row):
     path = write(tmp_path / "d.jsonl", [{"input": "q", "a": {"b": 1}}, {"input": "q"} | row])
     with pytest.raises(DataError, match=r":2: no key 'a\.b' for the label; choose --label-key from: 'input'"):
         Prompts(path, label_key="a.b")
+
+
+def test_a_subclass_reads_other_columns(ten):
+    class Answers(Prompts):
+        def check(self, row, place):
+            if "answer" not in row:
+                raise DataError(f"{place}: no answer")
+
+        def convert(self, row, at, place):
+            return Row(prompt=row["answer"], index=at, place=place)
+
+    prompts = Answers(ten, columns=("answer",))
+    assert names(prompts.next(2)) == ["0", "1"] and prompts.state()["offset"] == 2

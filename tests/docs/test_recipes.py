@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 INDEX = runpy.run_path(str(ROOT / "recipes" / "write_index.py"))
 #: Recipes that change what ``miles demo`` trains, and those for a model of their own.
 OF_THE_DEMO = ("agent", "async", "fp8-r3", "lora", "ppo")
-SMALL = ("coevolution", "sums", "tools")
+SMALL = ("coevolution", "dpo", "sft", "sums", "tools")
+#: The plugin of a recipe that has another name.
+PLUGIN = {"fp8-r3": "fp8", "agent": "endpoint", "async": "tis", "sums": "tis", "sft": "offline", "dpo": "offline"}
 SMOLLM2 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -103,7 +105,7 @@ def test_a_small_recipe_is_planned(name, tmp_path, monkeypatch):
     own = ["--config", f"recipes/{name}/run.yaml", "--hf-checkpoint", str(tmp_path)]
     words = train_arguments(tmp_path, 0, [], own) if name in OF_THE_DEMO else own
     plan, _ = prepare(load([*words, "--device", "cpu"]))
-    assert {"fp8-r3": "fp8", "agent": "endpoint", "async": "tis", "sums": "tis"}.get(name, name) in plan.order
+    assert PLUGIN.get(name, name) in plan.order
 
 
 @pytest.mark.parametrize("name", INDEX["PLANNED"])

@@ -1,0 +1,28 @@
+"""Options of the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_core.plugin import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """Training on data that exists: supervised, and on preferences."""
+
+    held_out: str | None = option(
+        None,
+        flag="--held-out-data",
+        help="rows in the layout of --prompt-data whose loss is measured and never trained on",
+        metavar="FILE",
+        only_if="offline.held_out_interval",
+    )
+    held_out_interval: int | None = option(
+        None,
+        flag="--held-out-interval",
+        help="measure it before the first and after every N steps, and after the last",
+        metavar="N",
+        ge=1,
+        only_if="offline.held_out",
+    )

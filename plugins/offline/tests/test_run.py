@@ -1,0 +1,144 @@
+"""Runs without an engine: what they learn, and that their result depends neither on micro-batches nor on an interruption."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_core.plugin import DataError, PlanError
+from miles_testing import plan, toy_run
+
+OPTIONS = {
+    "custom_rm_path": None,
+    "n_samples_per_prompt": None,
+    "rollout_max_response_len": None,
+    "rollout_batch_size": 4,
+}
+SFT = {**OPTIONS, "advantage_estimator": "sft", "loss_aggregation": "token_mean"}
+DPO = {**OPTIONS, "advantage_estimator": "dpo", "kl_coef": 0.1}
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def talks(tmp_path):
+    rows = [{"messages": [say("user", letter), say("assistant", letter * 3)]} for letter in "abcdef"]
+    return write(tmp_path / "talks.jsonl", rows)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    rows = [
+        {"prompt": letter, "chosen": letter * 2, "rejected": "xyz"[: 1 + n % 3]} for n, letter in enumerate("abcdef")
+    ]
+    return write(tmp_path / "pairs.jsonl", rows)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def losses(run):
+    return [record["train/loss"] for record in run.metrics]
+
+
+def weights(directory, step):
+    root = directory / "checkpoints" / f"step_{step:08d}"
+    return {(path.name, n): t for path in root.rglob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def test_supervised_training_learns_without_an_engine(talks):
+    run = toy_run(
+        ["offline"], steps=12, prompt_data=talks, held_out_data=talks, held_out_interval=6, **{**SFT, "lr": 1e-2}
+    )
+    assert run.engine is None and run.run.policy.version == -1
+    found = losses(run)
+    assert found[-1] < 0.6 * found[0]
+    assert run.metrics[5]["offline/held_out_nll"] < run.metrics[0]["offline/held_out_nll_first"]
+    assert not any(name.startswith("sync/") for name in run.metrics[-1])
+    (first, *_) = run.samples
+    assert first["response"].endswith("<|end|>")
+
+
+@pytest.mark.parametrize("estimator", ["dpo", "ipo"])
+def test_preferences_are_learned(pairs, estimator):
+    options = {**DPO, "advantage_estimator": estimator, "lr": 1e-2, "held_out_data": pairs, "held_out_interval": 12}
+    run = toy_run(["offline"], steps=12, prompt_data=pairs, **options)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert last["train/loss"] < 0.8 * first["train/loss"]
+    assert "train/ref_kl" not in first and first["offline/margin"] == 0 and last["offline/accuracy"] == 1
+    assert first["offline/held_out_accuracy_first"] == 0 and last["offline/held_out_accuracy"] == 1
+    assert last["offline/margin"] == pytest.approx(last["offline/reward_chosen"] - last["offline/reward_rejected"])
+
+
+@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
+def test_micro_batches_change_nothing(talks, pairs, options):
+    data = pairs if options is DPO else talks
+    whole, split = (
+        toy_run(["offline"], steps=3, family="llama", prompt_data=data, micro_batch_size=size, **options)
+        for size in (16, 1)
+    )
+    assert losses(whole) == pytest.approx(losses(split), rel=1e-5)
+    norms = ([record["train/grad_norm"] for record in run.metrics] for run in (whole, split))
+    assert next(norms) == pytest.approx(next(norms), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
+def test_two_steps_and_two_more_equal_four(talks, pairs, options, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = {**options, "prompt_data": pairs if options is DPO else talks, "rollout_shuffle": True}
+    toy_run(["offline"], whole, steps=4, **options)
+    toy_run(["offline"], parts, steps=2, **options)
+    toy_run(["offline"], None, steps=4, **{**options, "load": parts, "save": None})
+    one, two = weights(whole, 4), weights(parts, 4)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
+def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
+    data = pairs if options is DPO else talks
+    run = toy_run(
+        ["lora", "offline"],
+        tmp_path / "run",
+        steps=6,
+        family="llama",
+        prompt_data=data,
+        lora_rank=4,
+        **{**options, "lr": 2e-2},
+    )
+    assert losses(run)[-1] < losses(run)[0]
+    trained = {name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"advantage_estimator": "grpo"}, "the other estimators compare samples of the policy"),
+        ({**DPO, "kl_coef": None}, "--kl-coef is the beta of the loss"),
+        ({**DPO, "global_batch_size": 2}, "--rollout-batch-size is the number of pairs per step"),
+        ({**DPO, "label_key": "chosen"}, "the columns of a preference are prompt"),
+        ({**SFT, "prompt_data": None}, "give --prompt-data FILE"),
+        ({**SFT, "kl_coef": 0.1}, "use --kl-loss-coef"),
+        ({**SFT, "schedule": "async"}, "no engine generates any"),
+        ({**SFT, "rollout_top_p": 0.9}, "no engine generates any"),
+        ({**SFT, "eval_prompt_data": "x.jsonl", "eval_interval": 1}, "--held-out-data measures the loss on other rows"),
+        ({**SFT, "eps_clip": 0.3}, "no ratio to an old policy"),
+    ],
+)
+def test_refused(options, why):
+    with pytest.raises(PlanError, match=why):
+        plan(["offline"], **{**OPTIONS, **options})
+
+
+def test_a_row_that_is_too_long_ends_the_run_before_its_model_is_built(talks, tmp_path):
+    rows = talks.read_text() + json.dumps({"messages": [say("user", "a"), say("assistant", "b" * 200)]})
+    talks.write_text(rows, encoding="utf-8")
+    with pytest.raises(DataError, match=r"talks.jsonl:7: with the column 'messages' the row has \d+ tokens"):
+        toy_run(["offline"], tmp_path / "run", prompt_data=talks, **SFT)
+    shutil.rmtree(tmp_path / "run")
