@@ -31,7 +31,7 @@ class Faults:
             temperature. drawn: the same for draws.
         decoded: changes the logits of decode steps; receives the model and token ids.
         prefix: changes the logits after a prompt that was seen before. batch: those of requests with several rows.
-        before: token ids added to every prompt. scores: whether given tokens are scored. words: tokenizes text.
+        before: token ids added to every prompt. scores: whether given tokens are scored. dtype: of the model.
     """
 
     model: Callable[[Any], None] | None = None
@@ -43,6 +43,7 @@ class Faults:
     batch: Callable[[Tensor], Tensor] | None = None
     before: tuple[int, ...] = ()
     scores: bool = True
+    dtype: str = "float32"
 
 
 def _tempered(logits: Tensor, sampling: Mapping[str, Any], *_: Any) -> Tensor:
@@ -59,7 +60,7 @@ class Double:
         for name, value in faults.entries.items():
             setattr(config, name, value)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, config=config, attn_implementation="eager", dtype=torch.float32
+            checkpoint, config=config, attn_implementation="eager", dtype=getattr(torch, faults.dtype)
         )
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
         if faults.model is not None:

@@ -25,6 +25,7 @@ class Processing:
         name, advice: the cause in words, and what to do.
         temperature: divisor of the logits. top_p, top_k: the distribution is normalised over the tokens that they keep.
         penalty: subtracted from the logits of tokens that occurred, ``counted``: once per occurrence; ``in_prompt``: also in the prompt.
+        fitted: whether penalty or temperature is a value that was tried, and not one that was requested.
     """
 
     name: str
@@ -35,11 +36,12 @@ class Processing:
     penalty: float = 0.0
     counted: bool = False
     in_prompt: bool = False
+    fitted: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether the reported log-probabilities are those of the model."""
-        return replace(self, name="", advice="") == Processing("")
+        return replace(self, name="", advice="", fitted=False) == Processing("")
 
     def apply(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
         """Compute the reported log-probabilities.
@@ -121,17 +123,35 @@ def find_processings(wanted: Sampling, defaults: Mapping[str, Any]) -> Iterator[
     for value in _PENALTIES:
         for counted in (False, True):
             for in_prompt in (False, True):
-                kind = "repeated tokens, by their number" if counted else "repeated tokens"
-                where = " of prompt and response" if in_prompt else ""
-                yield Processing(
-                    f"a penalty of about {value:g} on {kind}{where}",
-                    "set repetition_penalty 1, presence_penalty 0 and frequency_penalty 0 in every request: the server has defaults "
-                    "(generation_config.json; vLLM: --generation-config vllm)",
-                    t,
-                    penalty=value,
-                    counted=counted,
-                    in_prompt=in_prompt,
-                )
+                yield _penalised(t, value, counted, in_prompt)
     for other in _TEMPERATURES:
         if abs(other - t) > 0.01:
-            yield Processing(f"log-probs at a temperature of about {other:g} in place of {t:g}", _KEEP, other)
+            yield _at_temperature(other, t)
+
+
+def find_neighbours(one: Processing, wanted: Sampling, factor: float) -> Iterator[Processing]:
+    """Yield processings whose fitted value is ``factor`` times as large or as small; none if ``one`` has no fitted value."""
+    for change in (factor, 1 / factor) if one.fitted else ():
+        if one.penalty:
+            yield _penalised(one.temperature, one.penalty * change, one.counted, one.in_prompt)
+        else:
+            yield _at_temperature(one.temperature * change, wanted.temperature)
+
+
+def _penalised(temperature: float, value: float, counted: bool, in_prompt: bool) -> Processing:
+    kind = "repeated tokens, by their number" if counted else "repeated tokens"
+    where = " of prompt and response" if in_prompt else ""
+    return Processing(
+        f"a penalty of about {value:.2f} on {kind}{where}",
+        "set repetition_penalty 1, presence_penalty 0 and frequency_penalty 0 in every request: the server has defaults "
+        "(generation_config.json; vLLM: --generation-config vllm)",
+        temperature,
+        penalty=value,
+        counted=counted,
+        in_prompt=in_prompt,
+        fitted=True,
+    )
+
+
+def _at_temperature(value: float, wanted: float) -> Processing:
+    return Processing(f"log-probs at a temperature of about {value:.2f} in place of {wanted:g}", _KEEP, value, fitted=True)

@@ -33,13 +33,15 @@ from miles_core.plugin.model_config import model_config
 from miles_core.plugin.detect import config_facts
 from miles_core.redact import redact
 from miles_core.rollout.sampling import training_sampling
-from miles_tools.verify.processing import Processing, find_processings
+from miles_tools.verify.processing import Processing, find_neighbours, find_processings
 from miles_tools.verify.reference import Deviation, Reference, find_deviations
 from miles_tools.verify.server import Server, ServerError
 from miles_tools.verify.verify import Verification
 
 #: A deviation is a cause if it removes at least this fraction of the squares of the remaining errors.
 _LEAST = 0.3
+#: Factors by which fitted penalties and temperatures are changed, one after another.
+_FACTORS = (1.15, 1.07, 1.03, 1.015, 1.007, 1.003)
 #: Most deviations of the model that are combined.
 _MOST = 3
 #: Errors in nats count as at most this in the choice of deviations, so that a few tokens do not decide it.
@@ -297,6 +299,10 @@ class _Division:
         for one in find_processings(self.sampling, _generation_defaults(self.reference)):
             if (size := _squares(await errors_of(one))) < least:
                 best, least = one, size
+        for factor in _FACTORS:
+            for one in find_neighbours(best, self.sampling, factor):
+                if (size := _squares(await errors_of(one))) < least:
+                    best, least = one, size
         return best
 
     async def find_model(self, rows: Sequence[Sample], target: LogProbs) -> list[tuple[Deviation, list[np.ndarray]]]:
