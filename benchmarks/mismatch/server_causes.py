@@ -142,14 +142,23 @@ _WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers"
 _CAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 CAUSES = (
     PlantedCause("raw log-probs", Faults(reported=lambda x, s, *_: x), "raw log-probs", words=COLD),
-    PlantedCause("temperature twice", Faults(reported=lambda x, s, *_: x / s["temperature"] ** 2), "applied twice", words=COLD),
-    PlantedCause("top-p normalisation", Faults(reported=truncated), "that top-p 0.7 keep", words=("--rollout-top-p", "0.7")),
+    PlantedCause(
+        "temperature twice", Faults(reported=lambda x, s, *_: x / s["temperature"] ** 2), "applied twice", words=COLD
+    ),
+    PlantedCause(
+        "top-p normalisation", Faults(reported=truncated), "that top-p 0.7 keep", words=("--rollout-top-p", "0.7")
+    ),
     PlantedCause("presence penalty", Faults(reported=penalty), "a penalty of about 0.6"),
     PlantedCause("weights in FP8", Faults(model=rounded(Fp8())), "weights rounded to FP8"),
     PlantedCause("weights in INT4", Faults(model=rounded(Int4())), "weights rounded to INT4"),
     PlantedCause("KV cache in FP8", Faults(model=kv_cache), "KV cache in float8_e4m3fn"),
     PlantedCause("one layer of other weights", Faults(model=other_layer), "other weights"),
-    PlantedCause("window ignored", Faults(entries={"layer_types": ["full_attention"] * 2}), "sliding window is ignored", sizes=_WINDOW),
+    PlantedCause(
+        "window ignored",
+        Faults(entries={"layer_types": ["full_attention"] * 2}),
+        "sliding window is ignored",
+        sizes=_WINDOW,
+    ),
     PlantedCause(
         "softcap ignored",
         Faults(entries={"final_logit_softcapping": None}),
@@ -189,7 +198,19 @@ def verify(cause: PlantedCause, protocol: str, dtype: str = "float32") -> dict[s
         checkpoint = make_checkpoint(Path(folder) / "model", cause.family, cause.sizes)
         url = stack.enter_context(serve(checkpoint, replace(cause.faults, dtype=dtype), protocol))
         stack.enter_context(contextlib.redirect_stdout(said))
-        command = ["verify", "--budget", "--url", url, "--hf-checkpoint", str(checkpoint), "--save", f"{folder}/out", "--json", "--dtype", dtype]
+        command = [
+            "verify",
+            "--budget",
+            "--url",
+            url,
+            "--hf-checkpoint",
+            str(checkpoint),
+            "--save",
+            f"{folder}/out",
+            "--json",
+            "--dtype",
+            dtype,
+        ]
         code = miles([*command, *cause.words])
     (found,) = json.loads(said.getvalue())["policies"]
     return {
@@ -221,7 +242,13 @@ def main() -> int:
     planted = sum(1 for label in results if "sound" not in label)
     finish(
         "server_causes",
-        {"named": [planted - len(missed), planted], "missed": missed, "sound servers": len(results) - planted, "false": false, "results": results},
+        {
+            "named": [planted - len(missed), planted],
+            "missed": missed,
+            "sound servers": len(results) - planted,
+            "false": false,
+            "results": results,
+        },
         given.save,
         lambda: installed("torch", "transformers"),
     )

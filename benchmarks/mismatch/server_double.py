@@ -142,7 +142,9 @@ class Handler(BaseHTTPRequestHandler):
             tokens, lps = double.generate(prompt, sampling, len(rows))
             meta: dict[str, Any] = {"output_token_logprobs": [[p, t, None] for p, t in zip(lps, tokens, strict=True)]}
             if body.get("logprob_start_len") == 0 and double.faults.scores:
-                meta["input_token_logprobs"] = [[p, t, None] for p, t in zip([None, *double.score(prompt)], prompt, strict=True)]
+                meta["input_token_logprobs"] = [
+                    [p, t, None] for p, t in zip([None, *double.score(prompt)], prompt, strict=True)
+                ]
             found.append({"text": "", "output_ids": tokens, "meta_info": meta})
         return found
 
@@ -165,7 +167,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(checkpoint: Path, faults: Faults | None = None, protocol: str = "sglang", handler: type[Handler] = Handler) -> Iterator[str]:
+def serve(
+    checkpoint: Path, faults: Faults | None = None, protocol: str = "sglang", handler: type[Handler] = Handler
+) -> Iterator[str]:
     """Serve a checkpoint in a thread; yields the address."""
     double = Double(checkpoint, faults or Faults())
     made = type("Bound", (handler,), {"double": double, "protocol": protocol})

@@ -47,7 +47,9 @@ def run(argv: Sequence[str]) -> int:
         help="with --budget: address of a running server (SGLang, vLLM, or another one with /v1/completions and log-probs) that serves "
         f"--hf-checkpoint; the environment variable {TOKEN} holds its key",
     )
-    made.add_argument("--url-model", metavar="NAME", help="model of the server, if it has several (uses /v1/completions)")
+    made.add_argument(
+        "--url-model", metavar="NAME", help="model of the server, if it has several (uses /v1/completions)"
+    )
     options, rest, command = made.parse_own(argv)
     if options.url is not None or options.url_model is not None:
         return _verify_url(options, rest, command, argv)

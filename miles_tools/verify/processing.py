@@ -14,7 +14,9 @@ from miles_core.data.sample import Sample
 #: Penalties and temperatures of the server's own that are tried.
 _PENALTIES = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
-_KEEP = "send the server's parameters explicitly in training, or train on the processed log-probs of the same distribution"
+_KEEP = (
+    "send the server's parameters explicitly in training, or train on the processed log-probs of the same distribution"
+)
 
 
 @dataclass(frozen=True)
@@ -154,4 +156,6 @@ def _penalised(temperature: float, value: float, counted: bool, in_prompt: bool)
 
 
 def _at_temperature(value: float, wanted: float) -> Processing:
-    return Processing(f"log-probs at a temperature of about {value:.2f} in place of {wanted:g}", _KEEP, value, fitted=True)
+    return Processing(
+        f"log-probs at a temperature of about {value:.2f} in place of {wanted:g}", _KEEP, value, fitted=True
+    )

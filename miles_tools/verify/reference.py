@@ -85,7 +85,9 @@ class Reference:
         """Release the model."""
         await self._stack.aclose()
 
-    async def score(self, samples: Sequence[Sample], assumed: Sequence[Deviation] = (), wider: bool = True) -> list[np.ndarray]:
+    async def score(
+        self, samples: Sequence[Sample], assumed: Sequence[Deviation] = (), wider: bool = True
+    ) -> list[np.ndarray]:
         """Score samples at temperature 1 with all deviations of ``assumed``.
 
         Returns:
@@ -200,13 +202,19 @@ def _entries_of(content: Mapping[str, Any]) -> Iterator[Deviation]:
     if "norm_topk_prob" in content:
         done = "not normalised" if content["norm_topk_prob"] else "normalised"
         changed = {"norm_topk_prob": not content["norm_topk_prob"]}
-        yield Deviation(f"router: weights of the chosen experts are {done} (norm_topk_prob)", advice.format("norm_topk_prob"), changed)
+        yield Deviation(
+            f"router: weights of the chosen experts are {done} (norm_topk_prob)",
+            advice.format("norm_topk_prob"),
+            changed,
+        )
     rope = content.get("rope_parameters") or {}
     theta = content.get("rope_theta") or rope.get("rope_theta")
     scaling = content.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     plain = {"rope_type": "default", "rope_theta": theta or 1e4}
     if isinstance(scaling, Mapping):
-        yield Deviation("rope scaling is ignored", advice.format("rope_scaling"), {"rope_scaling": None, "rope_parameters": plain})
+        yield Deviation(
+            "rope scaling is ignored", advice.format("rope_scaling"), {"rope_scaling": None, "rope_parameters": plain}
+        )
     if theta and theta != 1e4:
         default = {**rope, "rope_theta": 1e4} if rope else {"rope_type": "default", "rope_theta": 1e4}
         yield Deviation(

@@ -105,7 +105,9 @@ class Server:
         try:
             return json.loads(answer.body)
         except (ValueError, RecursionError) as error:
-            raise ServerError(f"{place} answered {answer.excerpt(80)!r}, which is not JSON; correct the address") from error
+            raise ServerError(
+                f"{place} answered {answer.excerpt(80)!r}, which is not JSON; correct the address"
+            ) from error
 
     def find_added(self, scored: Sequence[int], row: Sequence[int]) -> None:
         """Set ``added`` from the tokens that the server scored. ServerError unless they end with ``row``."""
@@ -141,7 +143,9 @@ class SglangServer(Server):
         }
         found = self._generate({"input_ids": [list(p) for p in prompts], "sampling_params": given})
         rows = [self._read(one, "output_token_logprobs") for one in found]
-        return _check_count(self, "/generate", [Row([i for _, i in r], _array(p for p, _ in r)) for r in rows], len(prompts))
+        return _check_count(
+            self, "/generate", [Row([i for _, i in r], _array(p for p, _ in r)) for r in rows], len(prompts)
+        )
 
     def score(self, row: Sequence[int]) -> np.ndarray:
         (one,) = self._generate(
@@ -153,7 +157,9 @@ class SglangServer(Server):
         )
         entries = one.get("meta_info", {}).get("input_token_logprobs") if isinstance(one, dict) else None
         if not entries:
-            raise ServerError(f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (input_token_logprobs)")
+            raise ServerError(
+                f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (input_token_logprobs)"
+            )
         try:
             self.find_added([int(entry[1]) for entry in entries], row)
         except (TypeError, ValueError, IndexError) as error:
@@ -230,7 +236,9 @@ class OpenAiServer(Server):
         (choice,) = self._complete(list(row), {**options, "echo": True}, {})
         found = self._log_probs(choice, start=1)
         if len(found) < len(row) - 1:
-            raise ServerError(f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (prompt_logprobs, echo)")
+            raise ServerError(
+                f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (prompt_logprobs, echo)"
+            )
         ids = self._ids({"logprobs": choice["logprobs"]})
         self.find_added(ids[:-1] if len(ids) > len(row) else ids, row)  # the last token is a generated one
         return found[len(self.added) :][: len(row) - 1]
@@ -286,7 +294,9 @@ def connect(url: str, model: str | None = None) -> Server:
     try:
         names = [str(entry["id"]) for entry in server.ask("/v1/models", seconds=30.0)["data"]]
     except _RefusedError as error:
-        raise ServerError(f"{error}; the server has neither SGLang's /get_model_info nor OpenAI's /v1/models") from error
+        raise ServerError(
+            f"{error}; the server has neither SGLang's /get_model_info nor OpenAI's /v1/models"
+        ) from error
     except (KeyError, TypeError) as error:
         raise ServerError(f"{FLAG} {redact(base)}: /v1/models lists no models; correct the address") from error
     if model is None and len(names) != 1:
@@ -314,5 +324,7 @@ def _array(values: Any) -> np.ndarray:
 
 def _check_count(server: Server, path: str, rows: list[Row], count: int) -> list[Row]:
     if len(rows) != count or not all(row.tokens for row in rows):
-        raise ServerError(f"{FLAG} {redact(server.url)}: {path} answered {len(rows)} responses for {count} prompts, or an empty one")
+        raise ServerError(
+            f"{FLAG} {redact(server.url)}: {path} answered {len(rows)} responses for {count} prompts, or an empty one"
+        )
     return rows

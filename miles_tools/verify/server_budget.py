@@ -132,7 +132,9 @@ async def verify_server(server: Server, words: Sequence[str], config: Config, di
         dtype = content.get("dtype") or content.get("torch_dtype") or "bfloat16"
         config = config.replace({"model.dtype": dtype}, origin="config.json")
     sampling = training_sampling(config)
-    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, RESPONSE_TOKENS), stop=(), stop_token_ids=())
+    sampling = replace(
+        sampling, max_new_tokens=min(sampling.max_new_tokens, RESPONSE_TOKENS), stop=(), stop_token_ids=()
+    )
     reference = Reference(words, config, directory)
     try:
         found = await examine(server, reference, sampling)
@@ -173,17 +175,31 @@ def measure_server(server: Server, reference: Reference, sampling: Sampling) -> 
     context = int(reference.config.rollout.max_context_len or reference.run.plan.fact("model.context") or 2048)
     prompts = [list(p.tokens) for p in probe_prompts(reference.run) if p.tokens]
     text = probe_text(config, prompts, vocabulary, context, True)
-    draw = np.random.default_rng(secrets.randbits(32))  # other verifications must not have left the prompts in the cache
+    draw = np.random.default_rng(
+        secrets.randbits(32)
+    )  # other verifications must not have left the prompts in the cache
     most = context - sampling.max_new_tokens - _NONCE
-    starts = [p[:1] + draw.integers(0, vocabulary, _NONCE).tolist() + p[1:most] for p in [*text.sequences[:_LONG], *prompts]]
+    starts = [
+        p[:1] + draw.integers(0, vocabulary, _NONCE).tolist() + p[1:most] for p in [*text.sequences[:_LONG], *prompts]
+    ]
     groups = []
     for name in (DECODING, PREFIX):
         rows = [server.generate([start], sampling)[0] for start in starts]
-        groups.append([_sample(start, row.tokens, row.log_probs, i) for i, (start, row) in enumerate(zip(starts, rows, strict=True))])
+        groups.append(
+            [
+                _sample(start, row.tokens, row.log_probs, i)
+                for i, (start, row) in enumerate(zip(starts, rows, strict=True))
+            ]
+        )
     missing = []
     try:
         together = server.generate(starts, sampling)
-        groups.append([_sample(start, row.tokens, row.log_probs, i) for i, (start, row) in enumerate(zip(starts, together, strict=True))])
+        groups.append(
+            [
+                _sample(start, row.tokens, row.log_probs, i)
+                for i, (start, row) in enumerate(zip(starts, together, strict=True))
+            ]
+        )
     except ServerError as error:
         missing.append(Cause(BATCH, why=f"the server takes one prompt per request: {error}"))
     for sample in (s for group in groups for s in group):
@@ -221,7 +237,10 @@ class _Division:
         self.wide, self.own = await reference.score(every), await reference.score(every, wider=False)
         self.columns: list[dict[str, np.ndarray]] | None = None
         start = await self.process(self.requested)
-        trained = [w + (o - b) / self.sampling.temperature for w, o, b in zip(start, self.own[first:], self.wide[first:], strict=True)]
+        trained = [
+            w + (o - b) / self.sampling.temperature
+            for w, o, b in zip(start, self.own[first:], self.wide[first:], strict=True)
+        ]
         processing = self.requested
         if found.scored is None:
             processing = await self.find_processing([np.zeros(len(r)) for r in self.reported])
@@ -229,7 +248,10 @@ class _Division:
         # the model: texts and generated tokens if the server scores, otherwise the generated tokens alone
         target = found.scored
         if target is None:
-            target = [b + (e - n) * processing.temperature for b, e, n in zip(self.wide[first:], self.reported, self.now, strict=True)]
+            target = [
+                b + (e - n) * processing.temperature
+                for b, e, n in zip(self.wide[first:], self.reported, self.now, strict=True)
+            ]
         rows = every[len(every) - len(target) :]
         steps = await self.find_model(rows, target)
         last = steps[-1][1] if steps else self.wide[len(every) - len(target) :]
@@ -239,15 +261,25 @@ class _Division:
             self.now = await self.add_processing(processing, start)
         before = self.wide[first:]
         for deviation, scores in steps:
-            self.add(deviation.name, deviation.advice, self.shift(before, scores[-len(self.samples) :], processing.temperature))
+            self.add(
+                deviation.name,
+                deviation.advice,
+                self.shift(before, scores[-len(self.samples) :], processing.temperature),
+            )
             before = scores[-len(self.samples) :]
         if self.exceeds(target, last, rows):
             self.add(OTHER, ADVICE[OTHER], self.shift(before, target[-len(self.samples) :], processing.temperature))
         self.add_groups()
         await self.check_draws()
         self.check_tokenizer()
-        budget = divide(self.reported, start, [*self.passes, (KERNELS, False, self.reported)], trained, self.samples, found.missing)
-        named = [Finding(c.name, self.advice[c.name], c.abs_delta, c.share) for c in budget.ordered() if c.name in self.advice]
+        budget = divide(
+            self.reported, start, [*self.passes, (KERNELS, False, self.reported)], trained, self.samples, found.missing
+        )
+        named = [
+            Finding(c.name, self.advice[c.name], c.abs_delta, c.share)
+            for c in budget.ordered()
+            if c.name in self.advice
+        ]
         return ServerBudget(budget, [*named, *self.findings], self.samples, self.reported, trained)
 
     def add(self, name: str, advice: str, scores: list[np.ndarray]) -> None:
@@ -275,7 +307,8 @@ class _Division:
             names = ("top_tokens", "top_log_probs")
             self.columns = await self.reference.columns(self.samples, names, top_k=int(vocabulary))
         return [
-            processing.apply(s, c["top_tokens"], c["top_log_probs"]) for s, c in zip(self.samples, self.columns, strict=True)
+            processing.apply(s, c["top_tokens"], c["top_log_probs"])
+            for s, c in zip(self.samples, self.columns, strict=True)
         ]
 
     async def add_processing(self, processing: Processing, start: list[np.ndarray]) -> list[np.ndarray]:
@@ -341,7 +374,9 @@ class _Division:
             if self.exceeds(self.reported[part], self.now[part], group):
                 self.add(name, ADVICE[name], [*self.now[: part.start], *self.reported[part.start :]])
                 if name == DECODING and self.found.scored is None:
-                    self.advice[name] = f"{ADVICE[OTHER]}; the server cannot score given tokens, so decoding is not told apart from that"
+                    self.advice[name] = (
+                        f"{ADVICE[OTHER]}; the server cannot score given tokens, so decoding is not told apart from that"
+                    )
                 return
 
     async def check_draws(self) -> None:
