@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class Processing:
             tokens, log_probs: the whole distribution at temperature 1, [n, vocabulary], most likely token first.
 
         Returns:
-            [n] float64; -inf for tokens that are not kept.
+            [n] float64.
         """
         response = np.asarray(sample.tokens[sample.prompt_length :])
         logits = log_probs.astype(np.float64)
@@ -62,7 +62,7 @@ class Processing:
         logits /= self.temperature
         chosen = tokens == response[:, None]
         if self.top_p < 1 or self.top_k > 0:
-            logits = np.where(self._find_kept(logits), logits, -np.inf)
+            logits = np.where(self._find_kept(logits) | chosen, logits, -np.inf)  # the server kept what it sampled
         most = logits.max(-1, keepdims=True)
         total = np.log(np.exp(logits - most).sum(-1)) + most[:, 0]
         found: np.ndarray = logits[chosen] - total
@@ -70,7 +70,7 @@ class Processing:
 
     def _occurrences(self, sample: Sample, tokens: np.ndarray) -> np.ndarray:
         counts = np.zeros(int(tokens.max()) + 1)
-        found = np.empty(tokens.shape)
+        found: np.ndarray = np.empty(tokens.shape)
         for token in sample.tokens[: sample.prompt_length] if self.in_prompt else ():
             counts[token] += 1
         for position, token in enumerate(sample.tokens[sample.prompt_length :]):
@@ -87,7 +87,7 @@ class Processing:
         kept = np.cumsum(p, -1) - p < self.top_p
         if self.top_k > 0:
             kept &= np.arange(logits.shape[-1]) < self.top_k
-        result = np.empty_like(kept)
+        result: np.ndarray = np.empty_like(kept)
         np.put_along_axis(result, order, kept, -1)
         return result
 

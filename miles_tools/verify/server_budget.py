@@ -29,13 +29,13 @@ from miles_core.mismatch.gap import LogProbs, measure
 from miles_core.mismatch.generated import judge_draws
 from miles_core.mismatch.probe import PLAIN_PROMPTS, RESPONSE_TOKENS, probe_prompts
 from miles_core.mismatch.probe_text import probe_text
-from miles_core.plugin.model_config import model_config
 from miles_core.plugin.detect import config_facts
+from miles_core.plugin.model_config import model_config
 from miles_core.redact import redact
 from miles_core.rollout.sampling import training_sampling
 from miles_tools.verify.processing import Processing, find_neighbours, find_processings
 from miles_tools.verify.reference import Deviation, Reference, find_deviations
-from miles_tools.verify.server import Server, ServerError
+from miles_tools.verify.server import Row, Server, ServerError
 from miles_tools.verify.verify import Verification
 
 #: A deviation is a cause if it removes at least this fraction of the squares of the remaining errors.
@@ -182,24 +182,12 @@ def measure_server(server: Server, reference: Reference, sampling: Sampling) -> 
     starts = [
         p[:1] + draw.integers(0, vocabulary, _NONCE).tolist() + p[1:most] for p in [*text.sequences[:_LONG], *prompts]
     ]
-    groups = []
-    for name in (DECODING, PREFIX):
+    groups, missing = [], []
+    for _ in (DECODING, PREFIX):
         rows = [server.generate([start], sampling)[0] for start in starts]
-        groups.append(
-            [
-                _sample(start, row.tokens, row.log_probs, i)
-                for i, (start, row) in enumerate(zip(starts, rows, strict=True))
-            ]
-        )
-    missing = []
+        groups.append(_samples(starts, rows))
     try:
-        together = server.generate(starts, sampling)
-        groups.append(
-            [
-                _sample(start, row.tokens, row.log_probs, i)
-                for i, (start, row) in enumerate(zip(starts, together, strict=True))
-            ]
-        )
+        groups.append(_samples(starts, server.generate(starts, sampling)))
     except ServerError as error:
         missing.append(Cause(BATCH, why=f"the server takes one prompt per request: {error}"))
     for sample in (s for group in groups for s in group):
@@ -269,7 +257,7 @@ class _Division:
             before = scores[-len(self.samples) :]
         if self.exceeds(target, last, rows):
             self.add(OTHER, ADVICE[OTHER], self.shift(before, target[-len(self.samples) :], processing.temperature))
-        self.add_groups()
+        self.add_groups(processing.temperature)
         await self.check_draws()
         self.check_tokenizer()
         budget = divide(
@@ -291,10 +279,15 @@ class _Division:
         """Return the current log-probs, changed as those at temperature 1 change from ``before`` to ``after``."""
         return [n + (a - b) / temperature for n, b, a in zip(self.now, before, after, strict=True)]
 
-    def exceeds(self, server: LogProbs, expected: LogProbs, rows: Sequence[Sample]) -> list[str]:
-        """Describe how the server's log-probs of ``rows`` differ from the expected ones by more than rounding does."""
+    def exceeds(
+        self, server: LogProbs, expected: LogProbs, rows: Sequence[Sample], temperature: float = 1.0
+    ) -> list[str]:
+        """Describe how the server's log-probs of ``rows`` at a temperature differ from the expected ones by more than rounding does."""
         where = {id(s): i for i, s in enumerate([*self.found.texts, *self.samples])}
         wide, own = ([side[where[id(s)]] for s in rows] for side in (self.wide, self.own))
+        own = [
+            w + (o - w) / temperature for w, o in zip(wide, own, strict=True)
+        ]  # errors of logits are divided like the logits
         return compare([w + (s - e) for w, s, e in zip(wide, server, expected, strict=True)], own, wide).find_excess()
 
     async def process(self, processing: Processing) -> list[np.ndarray]:
@@ -326,7 +319,7 @@ class _Division:
             return [e - s - c / one.temperature for e, s, c in zip(self.reported, scores, corrections, strict=True)]
 
         errors = await errors_of(self.requested)
-        if not self.exceeds(errors, [np.zeros(len(e)) for e in errors], self.samples):
+        if not self.exceeds(errors, [np.zeros(len(e)) for e in errors], self.samples, self.sampling.temperature):
             return self.requested
         best, least = self.requested, (1 - _LEAST) * _squares(errors)
         for one in find_processings(self.sampling, _generation_defaults(self.reference)):
@@ -364,14 +357,14 @@ class _Division:
             now = best[1]
         return found
 
-    def add_groups(self) -> None:
+    def add_groups(self, temperature: float) -> None:
         """Add the passes of decoding, cached prefixes and batches. The first group with errors beyond rounding names the cause of its
         own and of later groups."""
         first = 0
         for name, group in zip((DECODING, PREFIX, BATCH), self.found.groups, strict=False):
             part = slice(first, first + len(group))
             first += len(group)
-            if self.exceeds(self.reported[part], self.now[part], group):
+            if self.exceeds(self.reported[part], self.now[part], group, temperature):
                 self.add(name, ADVICE[name], [*self.now[: part.start], *self.reported[part.start :]])
                 if name == DECODING and self.found.scored is None:
                     self.advice[name] = (
@@ -396,6 +389,11 @@ class _Division:
         elif theirs != own and theirs != [*self.server.added, *own]:
             detail = f"{text!r} has {len(own)} tokens {own[:5]}..., on the server {len(theirs)} tokens {theirs[:5]}..."
             self.findings.append(Finding(TOKENIZER, ADVICE[TOKENIZER], detail=detail))
+
+
+def _samples(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Sample]:
+    pairs = zip(prompts, rows, strict=True)
+    return [_sample(prompt, row.tokens, row.log_probs, index) for index, (prompt, row) in enumerate(pairs)]
 
 
 def _sample(prompt: Sequence[int], response: Sequence[int], log_probs: np.ndarray | None, index: int) -> Sample:
