@@ -11,9 +11,8 @@ cached prefixes, rows of the same batch. A pass is made only if errors are large
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,15 @@ from miles_core.mismatch.agreement import compare
 from miles_core.mismatch.budget import KERNELS, Budget, Cause, divide
 from miles_core.mismatch.gap import LogProbs, measure
 from miles_core.mismatch.generated import judge_draws
-from miles_core.mismatch.probe import PLAIN_PROMPTS, RESPONSE_TOKENS, probe_prompts
-from miles_core.mismatch.probe_text import probe_text
+from miles_core.mismatch.probe import PLAIN_PROMPTS, RESPONSE_TOKENS
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_core.redact import redact
 from miles_core.rollout.sampling import training_sampling
 from miles_tools.verify.processing import Processing, find_neighbours, find_processings
 from miles_tools.verify.reference import Deviation, Reference, find_deviations
-from miles_tools.verify.server import Row, Server, ServerError
+from miles_tools.verify.server import Server
+from miles_tools.verify.server_probes import BATCH, DECODING, PREFIX, Measured, measure_server
 from miles_tools.verify.verify import Verification
 
 #: A deviation is a cause if it removes at least this fraction of the squares of the remaining errors.
@@ -46,12 +45,7 @@ _FACTORS = (1.15, 1.07, 1.03, 1.015, 1.007, 1.003)
 _MOST = 3
 #: Errors in nats count as at most this in the choice of deviations, so that a few tokens do not decide it.
 _CUT = 1.0
-#: Number of long sequences that are continued, and of random tokens that make prompts new to the server.
-_LONG, _NONCE = 1, 4
 OTHER = "other weights, or another computation"
-DECODING = "decoding"
-PREFIX = "cached prefixes"
-BATCH = "other rows of the batch"
 DRAWS = "tokens are drawn from another distribution than the reported one"
 TOKENIZER = "tokenizer"
 ADVICE = {
@@ -85,28 +79,6 @@ class Finding:
     def __str__(self) -> str:
         size = "" if self.nats is None else f": {self.nats:.3g} nats per token, {self.share:.0%} of the gap"
         return f"{self.name}{size}{f' ({self.detail})' if self.detail else ''}. What to do: {self.advice}"
-
-
-@dataclass
-class Measured:
-    """What a server returned.
-
-    Attributes:
-        groups: generated samples with ``rollout_log_probs``: one after another, again, and in one request (empty if refused).
-        texts: samples of given tokens.
-        scored: the server's log-probs of ``texts`` and then of all generated samples at temperature 1; None if it cannot score.
-        missing: causes that cannot be measured.
-    """
-
-    groups: list[list[Sample]]
-    texts: list[Sample]
-    scored: list[np.ndarray] | None
-    missing: list[Cause] = field(default_factory=list)
-
-    @property
-    def generated(self) -> list[Sample]:
-        """The generated samples of all groups."""
-        return [sample for group in self.groups for sample in group]
 
 
 @dataclass(frozen=True)
@@ -165,45 +137,6 @@ async def examine(server: Server, reference: Reference, sampling: Sampling) -> S
     found = measure_server(server, reference, sampling)
     division = _Division(server, reference, sampling, found)
     return await division.walk()
-
-
-def measure_server(server: Server, reference: Reference, sampling: Sampling) -> Measured:
-    """Let the server generate and score."""
-    config = model_config(reference.config.model.hf_checkpoint) or {}
-    facts = {fact.name: fact.value for fact in config_facts(config)}
-    vocabulary = int(facts["model.vocab_size"] or len(reference.run.tokenizer))
-    context = int(reference.config.rollout.max_context_len or reference.run.plan.fact("model.context") or 2048)
-    prompts = [list(p.tokens) for p in probe_prompts(reference.run) if p.tokens]
-    text = probe_text(config, prompts, vocabulary, context, True)
-    draw = np.random.default_rng(
-        secrets.randbits(32)
-    )  # other verifications must not have left the prompts in the cache
-    most = context - sampling.max_new_tokens - _NONCE
-    starts = [
-        p[:1] + draw.integers(0, vocabulary, _NONCE).tolist() + p[1:most] for p in [*text.sequences[:_LONG], *prompts]
-    ]
-    groups, missing = [], []
-    for _ in (DECODING, PREFIX):
-        rows = [server.generate([start], sampling)[0] for start in starts]
-        groups.append(_samples(starts, rows))
-    try:
-        groups.append(_samples(starts, server.generate(starts, sampling)))
-    except ServerError as error:
-        missing.append(Cause(BATCH, why=f"the server takes one prompt per request: {error}"))
-    for sample in (s for group in groups for s in group):
-        if any(not 0 <= token < vocabulary for token in sample.tokens):
-            raise MilesError(
-                f"--url: the server generated token {max(sample.tokens)}, and the checkpoint {reference.config.model.hf_checkpoint} has "
-                f"{vocabulary} tokens: they have different vocabularies; give the checkpoint that the server loaded"
-            )
-    texts = [_sample(row[:1], row[1:], None, i) for i, row in enumerate(text.sequences)]
-    scored = None
-    try:
-        rows_to_score = [*texts, *(sample for group in groups for sample in group)]
-        scored = [server.score(s.tokens)[-s.response_length :] for s in rows_to_score]
-    except ServerError as error:
-        missing.append(Cause("scores of given tokens, so decoding is not told apart from the model", why=str(error)))
-    return Measured(groups, texts, scored, missing)
 
 
 class _Division:
@@ -389,17 +322,6 @@ class _Division:
         elif theirs != own and theirs != [*self.server.added, *own]:
             detail = f"{text!r} has {len(own)} tokens {own[:5]}..., on the server {len(theirs)} tokens {theirs[:5]}..."
             self.findings.append(Finding(TOKENIZER, ADVICE[TOKENIZER], detail=detail))
-
-
-def _samples(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Sample]:
-    pairs = zip(prompts, rows, strict=True)
-    return [_sample(prompt, row.tokens, row.log_probs, index) for index, (prompt, row) in enumerate(pairs)]
-
-
-def _sample(prompt: Sequence[int], response: Sequence[int], log_probs: np.ndarray | None, index: int) -> Sample:
-    sample = Sample(tokens=[*prompt, *response], response_length=len(response), index=index, group_index=index)
-    sample.rollout_log_probs = None if log_probs is None else log_probs.tolist()
-    return sample
 
 
 def _squares(errors: LogProbs) -> float:
