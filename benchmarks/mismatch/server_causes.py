@@ -1,6 +1,6 @@
 """Does ``miles verify --budget --url`` name the cause of a gap, and none of a sound server?
 
-A small HTTP server (``server_double``), with SGLang's interface in float32 and with OpenAI's in bfloat16, serves a tiny random model with
+A small HTTP server (``server_double``), with SGLang's or OpenAI's interface, serves a tiny random model with
 one fault at a time, and ``miles verify`` compares it with the sound checkpoint. Reported is the first cause that it names. Then sound
 servers of several families, also some that cannot score given tokens. The exit code is 1 if a cause was not named first, or if a sound
 server has one. Takes about five minutes for each server on one core; ``--server`` chooses one, with a result file of its own.
@@ -35,7 +35,7 @@ from miles_tools.demo.model import make_tokenizer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 #: Interface and dtype of the servers.
-SERVERS = (("sglang", "float32"), ("openai", "bfloat16"))
+SERVERS = (("sglang", "float32"), ("openai", "float32"), ("openai", "bfloat16"))
 COLD = ("--rollout-temperature", "0.7")
 
 
