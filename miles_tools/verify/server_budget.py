@@ -21,7 +21,7 @@ import numpy as np
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
 from miles_core.data.sample import Sample
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, PlanError
 from miles_core.mismatch.agreement import compare
 from miles_core.mismatch.budget import KERNELS, Budget, Cause, divide
 from miles_core.mismatch.gap import LogProbs, measure
@@ -269,7 +269,8 @@ class _Division:
         assumed: list[Deviation] = []
         found: list[tuple[Deviation, list[np.ndarray]]] = []
         now = self.wide[len(self.wide) - len(target) :]
-        tokenizer, untried = self.reference.run.tokenizer, set()
+        tokenizer = self.reference.run.tokenizer
+        untried: dict[str, Cause] = {}  # matters only if errors remain
         while len(assumed) < _MOST and self.exceeds(target, now, rows):
             best, least = None, (1 - _LEAST) * _squares([t - n for t, n in zip(target, now, strict=True)])
             for one in find_deviations(self.reference.config, self.server.added, tokenizer.bos_token_id):
@@ -278,12 +279,12 @@ class _Division:
                 try:
                     scores = await self.reference.score(rows, [*assumed, one])
                 except MilesError as error:
-                    untried.add(one.name)
-                    self.found.missing.append(Cause(one.name, why=f"the trainer cannot imitate it: {_first(error)}"))
+                    untried[one.name] = Cause(one.name, why=f"the trainer cannot imitate it: {_shorten(error)}")
                     continue
                 if (size := _squares([t - s for t, s in zip(target, scores, strict=True)])) < least:
                     best, least = (one, scores), size
             if best is None:
+                self.found.missing.extend(untried.values())
                 break
             assumed.append(best[0])
             found.append(best)
@@ -335,8 +336,10 @@ def _clash(one: Deviation, other: Deviation) -> bool:
     return one.name == other.name or any(same) or bool(one.entries.keys() & other.entries.keys())
 
 
-def _first(error: MilesError) -> str:
-    return " ".join(str(error).split())[:160]
+def _shorten(error: MilesError) -> str:
+    """Return the first reason of an error: that of a refused plan is in its second line."""
+    lines = [line.strip().removeprefix("x ") for line in str(error).splitlines()]
+    return (lines[1] if isinstance(error, PlanError) and len(lines) > 1 else lines[0])[:160]
 
 
 def _generation_defaults(reference: Reference) -> dict[str, Any]:
