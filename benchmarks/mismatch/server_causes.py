@@ -228,7 +228,16 @@ def main() -> int:
     parser.add_argument(
         "--server", default="", choices=["", *map(",".join, SERVERS)], help="one interface and dtype (default: all)"
     )
+    parser.add_argument(
+        "--serve", type=Path, help="only serve this checkpoint, with the cause --only, until standard input is closed"
+    )
     given = parser.parse_args()
+    if given.serve:
+        faults = next((cause.faults for cause in CAUSES if cause.name == given.only), Faults())
+        with serve(given.serve, faults, given.server.partition(",")[0] or "sglang") as url:
+            print(url, flush=True)
+            sys.stdin.read()
+        return 0
     torch.set_num_threads(given.threads)
     results: dict[str, dict[str, Any]] = {}
     missed: list[str] = []

@@ -1,14 +1,12 @@
 """A small HTTP server with SGLang's and OpenAI's interface over a Transformers model, with faults, for ``server_causes`` and tests.
 
-``python -m benchmarks.mismatch.server_double CHECKPOINT [--fault NAME] [--port N]`` serves a checkpoint. Every forward pass computes the
+Every forward pass computes the
 whole sequence, so only tiny models are fast enough.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,24 +180,3 @@ def serve(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--protocol", choices=("sglang", "openai"), default="sglang")
-    parser.add_argument("--fault", default="", help="name of a fault of server_causes")
-    given = parser.parse_args()
-    faults = Faults()
-    if given.fault:
-        from benchmarks.mismatch.server_causes import CAUSES
-
-        faults = next(cause.faults for cause in CAUSES if cause.name == given.fault)
-    with serve(given.checkpoint, faults, given.protocol) as url:
-        print(url, flush=True)
-        sys.stdin.read()  # until standard input is closed
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
