@@ -114,13 +114,13 @@ TOOLS: list[dict[str, str]] = [
     },
     {
         "sinks": "alerts core: config contracts errors plugin redact version",
-        "verify": "output_file report core: contracts data errors mismatch precision version",
+        "verify": "http_client output_file report core: config contracts data errors mismatch plugin precision redact rollout run version",
         "replay": "samples report core: checkpoint config contracts data errors launch observe plugin rollout run version workers: workers",
         "watch": "report core: errors",
     },
     {
         "examine": "rewards replay core: checkpoint config errors plugin formats: formats",
-        "commands": "report authoring demo verify replay watch core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
+        "commands": "report authoring demo verify replay watch core: checkpoint cli config contracts errors observe plugin precision redact run formats: formats",
     },
 ]
 

@@ -228,17 +228,7 @@ class _Chain:
 
     def result(self, start: LogProbs, trained: LogProbs, rest: str) -> Budget:
         steps = [*self.passes, (rest, False, self.engine)]
-        gap = _flatten(self.engine, self.samples) - _flatten(start, self.samples)
-        scale = float(gap @ gap)
-        causes, before = [], start
-        for name, corrected, after in steps:
-            change = _flatten(after, self.samples) - _flatten(before, self.samples)
-            size = measure(before, after, self.samples).mean_abs
-            kl = measure(self.engine, before, self.samples).kl_k3 - measure(self.engine, after, self.samples).kl_k3
-            causes.append(Cause(name, size, kl, float(gap @ change) / scale if scale else 0.0, corrected))
-            before = after
-        total = measure(self.engine, start, self.samples)
-        return Budget(total, measure(self.engine, trained, self.samples), (*causes, *self.missing))
+        return divide(self.engine, start, steps, trained, self.samples, self.missing)
 
     def _fields(self) -> list[Field]:
         """Return the recorded fields that affect the trainer's computation, the sampling support first."""
@@ -248,6 +238,34 @@ class _Chain:
 
     def _is_corrected(self, name: str) -> bool:
         return name != SAMPLING_SUPPORT.name or not self.run.config.rollout.full_vocab_logprobs
+
+
+def divide(
+    engine: LogProbs,
+    start: LogProbs,
+    passes: Sequence[tuple[str, bool, LogProbs]],
+    trained: LogProbs,
+    samples: Sequence[Sample],
+    missing: Sequence[Cause] = (),
+) -> Budget:
+    """Divide the gap between ``start`` and ``engine`` among passes.
+
+    Args:
+        engine, start: log-probabilities of the engine, and those before the first pass; one array [response_length] per sample.
+        passes: name of the cause, ``Cause.corrected``, and the log-probabilities after its pass; the last ones are ``engine``.
+        trained: log-probabilities in training.
+        samples: for masks. missing: causes that were not measured.
+    """
+    gap = _flatten(engine, samples) - _flatten(start, samples)
+    scale = float(gap @ gap)
+    causes, before = [], start
+    for name, corrected, after in passes:
+        change = _flatten(after, samples) - _flatten(before, samples)
+        size = measure(before, after, samples).mean_abs
+        kl = measure(engine, before, samples).kl_k3 - measure(engine, after, samples).kl_k3
+        causes.append(Cause(name, size, kl, float(gap @ change) / scale if scale else 0.0, corrected))
+        before = after
+    return Budget(measure(engine, start, samples), measure(engine, trained, samples), (*causes, *missing))
 
 
 def _flatten(values: LogProbs, samples: Sequence[Sample]) -> np.ndarray:

@@ -100,14 +100,22 @@ def layer_rows(found: LayerComparison) -> list[tuple[str, ...]]:
 
 
 def verdict(found: Verification) -> str:
-    """One sentence."""
+    """One sentence; for a running server, one more for each cause."""
     if found.layers is not None:
         return f"{found.policy}: {_verdict_of_layers(found, found.layers)}"
+    if found.findings is not None:
+        return "\n".join([_verdict_of_server(found), *(f"{i}. {text}" for i, text in enumerate(found.findings, 1))])
     relation = "within" if found.ok else "beyond"
     return (
         f"{found.policy}: mean |Δ log p| {found.gap.mean_abs:.3g} over {found.gap.tokens} tokens is {relation} the "
         f"tolerance of {found.tolerance:g} (--verify-logprobs-tolerance)"
     )
+
+
+def _verdict_of_server(found: Verification) -> str:
+    causes = len(found.findings or ())
+    result = f"{causes} cause{'s' * (causes > 1)} beyond rounding:" if causes else "no cause beyond rounding"
+    return f"{found.policy}: mean |Δ log p| {found.gap.mean_abs:.3g} over {found.gap.tokens} tokens; {result}"
 
 
 def _verdict_of_layers(found: Verification, layers: LayerComparison) -> str:

@@ -33,6 +33,7 @@ class Verification:
         budget: causes of the gap, if requested.
         layers: outputs of every module on both sides, if requested.
         parity: probe results of each side with a number format, compared with its declared parity.
+        findings: with a running server: sentences about the causes beyond rounding, the largest first; None for engines of a run.
         engine, trainer: the log-probabilities, one array per sample, for plots.
     """
 
@@ -46,10 +47,13 @@ class Verification:
     trainer: Sequence[np.ndarray]
     parity: Sequence[SideParity] = ()
     layers: LayerComparison | None = None
+    findings: Sequence[str] | None = None
 
     @property
     def ok(self) -> bool:
-        """Within the tolerance; if the layers were compared, bit-identical."""
+        """Within the tolerance; if the layers were compared, bit-identical; of a running server, without a cause beyond rounding."""
+        if self.findings is not None:
+            return not self.findings
         if self.layers is not None:
             return bool(self.layers.modules) and self.layers.first is None and self.gap.max_abs == 0
         return self.gap.mean_abs <= self.tolerance
@@ -65,6 +69,7 @@ class Verification:
             "budget": self.budget and self.budget.to_dict(),
             "parity": [side.to_dict() for side in self.parity],
             "layers": self.layers and self.layers.to_dict(),
+            "findings": self.findings,
         }
 
 
