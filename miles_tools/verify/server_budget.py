@@ -174,22 +174,16 @@ class _Division:
                 for b, e, n in zip(self.wide[first:], self.reported, self.now, strict=True)
             ]
         rows = every[len(every) - len(target) :]
-        steps = await self.find_model(rows, target)
-        last = steps[-1][1] if steps else self.wide[len(every) - len(target) :]
+        found_steps = await self.find_model(rows, target)
+        last = found_steps[-1][1] if found_steps else self.wide[len(every) - len(target) :]
         if found.scored is not None:
             corrections = [t - b for t, b in zip(target[first:], self.wide[first:], strict=True)]
             processing = await self.find_processing(corrections)
             self.now = await self.add_processing(processing, start)
-        before = self.wide[first:]
-        for deviation, scores in steps:
-            self.add(
-                deviation.name,
-                deviation.advice,
-                self.shift(before, scores[-len(self.samples) :], processing.temperature),
-            )
-            before = scores[-len(self.samples) :]
+        steps: list[tuple[str, str, LogProbs]] = [(one.name, one.advice, scores) for one, scores in found_steps]
         if self.exceeds(target, last, rows):
-            self.add(OTHER, ADVICE[OTHER], self.shift(before, target[-len(self.samples) :], processing.temperature))
+            steps.append((OTHER, ADVICE[OTHER], target))
+        self.add_model(steps, processing.temperature)
         self.add_groups(processing.temperature)
         await self.check_draws()
         self.check_tokenizer()
@@ -207,6 +201,14 @@ class _Division:
         self.passes.append((name, False, scores))
         self.advice[name] = advice
         self.now = scores
+
+    def add_model(self, steps: Sequence[tuple[str, str, LogProbs]], temperature: float) -> None:
+        """Add the passes of the model; the log-probs of each are at temperature 1, and those of the generated tokens are last."""
+        before = self.wide[len(self.found.texts) :]
+        for name, advice, scores in steps:
+            after = scores[-len(self.samples) :]
+            self.add(name, advice, self.shift(before, after, temperature))
+            before = list(after)
 
     def shift(self, before: LogProbs, after: LogProbs, temperature: float) -> list[np.ndarray]:
         """Return the current log-probs, changed as those at temperature 1 change from ``before`` to ``after``."""
