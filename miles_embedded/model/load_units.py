@@ -57,11 +57,15 @@ class SharingLoader(Loader):
             if whole is None:
                 for view, tensor in parts.values():
                     self._write(view, tensor, wait)
-            elif not share or (whole.dtype, whole.device) != (home.dtype, home.device):
-                self._write(View(source, source, tuple(home.shape), home.stride(), 0), whole, wait)
-            elif whole.data_ptr() != home.data_ptr():
+            elif whole.data_ptr() == home.data_ptr():
+                continue
+            elif share and (whole.dtype, whole.device) == (home.dtype, home.device):
                 home.data = whole
                 self._shared.add(source)
+            else:
+                self._take_memory(source)
+                wait(home.detach(), whole)
+                self.copied += whole.nbytes
         for targets, tensors in waiting.values():
             torch._foreach_copy_(targets, tensors)
         self._lasting = {}
@@ -70,11 +74,16 @@ class SharingLoader(Loader):
         home = self._sources[view.source]
         if _is_stored_in(home, view, tensor):
             return
-        if view.source in self._shared:  # do not write to foreign memory; shards of a tensor are never shared
-            home.data = home.detach().clone()
-            self._shared.remove(view.source)
+        self._take_memory(view.source)
         super()._write(view, tensor, copy)
         self.copied += tensor.nbytes
+
+    def _take_memory(self, source: str) -> None:
+        """Give a module tensor its own memory, because foreign memory is not written to. Shards of a tensor are never shared."""
+        if source in self._shared:
+            home = self._sources[source]
+            home.data = home.detach().clone()
+            self._shared.remove(source)
 
 
 def _is_stored_in(home: Tensor, view: View, tensor: Tensor) -> bool:

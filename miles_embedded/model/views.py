@@ -133,10 +133,19 @@ class _Layout:
         for view in views:
             members.setdefault(view.source, []).append(view)
         self._rows = {source: _find_rows(inside) for source, inside in members.items()}
+        self._slices: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def slice(self, source: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint tensors in the module tensor ``source``, which has the values of ``tensor``, as views by name."""
         return {name: view for row in self._rows[source] for name, view in row.slice(tensor)}
+
+    def slice_parameter(self, source: str, home: Tensor) -> dict[str, Tensor]:
+        """Return ``slice`` of a module tensor itself; the same views until it gets other memory."""
+        known = self._slices.get(source)
+        if known is None or known[0].data_ptr() != home.data_ptr() or known[0].dtype != home.dtype:
+            whole = home.detach()
+            known = self._slices[source] = whole, self.slice(source, whole)
+        return known[1]
 
 
 def _layout_of(model: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
@@ -215,8 +224,12 @@ def export(model: nn.Module) -> Iterator[WeightUnit]:
             if (source := view.source) not in streamed:
                 continue
             if source not in gathered:
-                values = state[source].detach() if source in whole else full_values(state[source])
-                gathered[source] = layout.slice(source, values)
+                home = state[source]
+                gathered[source] = (
+                    layout.slice_parameter(source, home)
+                    if source in whole
+                    else layout.slice(source, full_values(home))
+                )
             unit[view.name] = gathered[source][view.name]
             lasting = lasting and source in whole
         if unit:
