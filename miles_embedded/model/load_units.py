@@ -64,7 +64,7 @@ class SharingLoader(Loader):
                 self._shared.add(source)
             else:
                 self._take_memory(source)
-                wait(home.detach(), whole)
+                wait(home, whole)
                 self.copied += whole.nbytes
         for targets, tensors in waiting.values():
             torch._foreach_copy_(targets, tensors)
@@ -98,18 +98,18 @@ def _is_stored_in(home: Tensor, view: View, tensor: Tensor) -> bool:
 def _find_whole(home: Tensor, parts: Sequence[tuple[View, Tensor]]) -> Tensor | None:
     """Return the tensor with the layout of ``home`` of which ``parts`` are all views; None if they are not in one allocation."""
     view, first = parts[0]
-    size, kind = first.element_size(), (first.dtype, first.device)
+    dtype, size = first.dtype, first.element_size()
     start, offset = first.data_ptr() - view.offset * size, first.storage_offset() - view.offset
-    count = 0
     for view, tensor in parts:
-        if tensor.data_ptr() != start + view.offset * size or tensor.stride() != view.stride:
+        if tensor.data_ptr() != start + view.offset * size or tensor.stride() != view.stride or tensor.dtype != dtype:
             return None
-        if (tensor.dtype, tensor.device) != kind:
-            return None
-        count += tensor.numel()
+    if len(parts) == 1 and (view.size, view.stride) == (home.shape, home.stride()):
+        return first.detach()
+    # an allocation that contains all of these addresses is that of all parts
     extent = 1 + sum([(n - 1) * step for n, step in zip(home.shape, home.stride(), strict=True)])
-    # addresses alone do not tell one allocation from two adjacent ones
-    if count != home.numel() or offset < 0 or (offset + extent) * size > first.untyped_storage().nbytes():
+    if offset < 0 or (offset + extent) * size > first.untyped_storage().nbytes():
+        return None
+    if sum([tensor.numel() for _, tensor in parts]) != home.numel():
         return None
     return first.detach().as_strided(home.shape, home.stride(), offset)
 

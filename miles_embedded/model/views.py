@@ -215,27 +215,23 @@ def export(model: nn.Module) -> Iterator[WeightUnit]:
     """
     state = sources(model)
     layout = _layout_of(model, state)
-    streamed = {name for name, tensor in state.items() if is_streamed(tensor)}
-    whole = {name for name in streamed if is_whole(state[name])}
-    gathered: dict[str, dict[str, Tensor]] = {}
+    slices = {name: layout.slice_parameter(name, tensor) for name, tensor in state.items() if is_whole(tensor)}
+    unstreamed = {name for name, tensor in state.items() if not is_streamed(tensor)}
+    passing: set[str] = set()
     for members, ends in layout.units:
-        unit, lasting = {}, True
+        unit = {}
         for view in members:
-            if (source := view.source) not in streamed:
+            if (source := view.source) in unstreamed:
                 continue
-            if source not in gathered:
-                home = state[source]
-                gathered[source] = (
-                    layout.slice_parameter(source, home)
-                    if source in whole
-                    else layout.slice(source, full_values(home))
-                )
-            unit[view.name] = gathered[source][view.name]
-            lasting = lasting and source in whole
+            if source not in slices:
+                slices[source] = layout.slice(source, full_values(state[source]))
+                passing.add(source)
+            unit[view.name] = slices[source][view.name]
         if unit:
-            yield WeightUnit(unit, lasting)
+            yield WeightUnit(unit, lasting=not passing or passing.isdisjoint([view.source for view in members]))
         for source in ends:
-            gathered.pop(source, None)
+            if source in passing:
+                del slices[source]
 
 
 class Loader:
