@@ -82,7 +82,7 @@ class View:
 
 @dataclass(frozen=True)
 class _Row:
-    """Views of one module tensor that have the same layout and lie at equal distances, such as a projection of all experts. They are sliced
+    """Views of one module tensor that have the same layout and equal distances, such as a projection of all experts. They are sliced
     in one call: thousands of calls would take longer than the copy of the weights."""
 
     names: tuple[str, ...]
