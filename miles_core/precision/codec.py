@@ -72,7 +72,7 @@ class Codec:
 
     def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order."""
-        return [plain(unit, name) for name in unit.tensors]
+        return [Encoded(name, {name: tensor}, lasting=unit.lasting) for name, tensor in unit.tensors.items()]
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Decode a tensor: FP32 values, or the tensor itself if it was not quantised.

@@ -113,8 +113,9 @@ class CopyTransport(Transport):
         def count_sizes() -> Iterator[Encoded]:
             nonlocal nbytes, tensors
             for unit in units:
-                nbytes += unit.nbytes
-                tensors += len(unit.parts)
+                for part in unit.parts.values():
+                    nbytes += part.nbytes
+                    tensors += 1
                 yield unit
 
         await self.engine.update_weights(count_sizes(), version)

@@ -158,9 +158,9 @@ class Weights:
     def serve(self, version: int) -> None:
         """Mark the weights as complete with this version."""
         self.version, self.complete = version, True
-        self._shared -= {
-            name for name, p in self.model.named_parameters() if codes_of(p) is not None and not is_constant(p)
-        }
+        if self._shared:
+            own = self.model.named_parameters()
+            self._shared -= {name for name, p in own if codes_of(p) is not None and not is_constant(p)}
         self.packs.clear()
         self._changed()
 

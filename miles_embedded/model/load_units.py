@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import CheckpointError
+from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import Copy, Loader, View
 
 
@@ -27,66 +29,89 @@ class SharingLoader(Loader):
     def __init__(self, model: nn.Module, shared: set[str]) -> None:
         super().__init__(model)
         self._shared = shared
-        self._lasting: dict[str, list[tuple[View, Tensor]]] = {}
-        self._waiting: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+        self._lasting: dict[str, dict[str, tuple[View, Tensor]]] = {}
         self.copied = 0
 
-    def share(self, name: str, tensor: Tensor) -> None:
-        """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
-        view = self._find_view(name, tuple(tensor.shape))
-        if not self._has_codes(view) and not self._holds(view, tensor):
-            self._lasting.setdefault(view.source, []).append((view, tensor))
+    def defer(self, name: str, tensor: Tensor) -> None:
+        """Load a lasting tensor like ``put``, with the next ``load_deferred``."""
+        view = self._find_view(name, tensor.shape)
+        self._lasting.setdefault(view.source, {})[view.name] = view, tensor
 
     @torch.no_grad()
-    def reference_shared(self) -> None:
-        """Complete the update after all tensors arrived. A module tensor references the shared memory if all of its parts are in one
-        allocation with the same layout; otherwise its parts are copied."""
+    def load_deferred(self, share: bool) -> None:
+        """Load the deferred tensors. A module tensor whose parts are all in one allocation with its layout is copied as a whole, or references
+        this memory if ``share`` is set and dtype and device are its own; otherwise its parts are copied. Copies of one type are launched
+        together, because a launch per tensor would take longer than the copy."""
+        waiting: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+
+        def wait(target: Tensor, tensor: Tensor) -> None:
+            targets, tensors = waiting.setdefault((target.dtype, tensor.dtype, tensor.device), ([], []))
+            targets.append(target)
+            tensors.append(tensor)
+
         for source, parts in self._lasting.items():
             home = self._sources[source]
-            starts = {(t.untyped_storage().data_ptr(), t.storage_offset() - view.offset) for view, t in parts}
-            alike = all(t.stride() == v.stride and t.dtype == home.dtype and t.device == home.device for v, t in parts)
-            if len(starts) == 1 and alike and sum(t.numel() for _, t in parts) == home.numel():
-                ((_, offset),) = starts
-                home.data = parts[0][1].detach().as_strided(home.shape, home.stride(), offset)
+            if codes_of(home) is not None:
+                continue
+            whole = None if isinstance(home, DTensor) else _find_whole(home, [*parts.values()])
+            if whole is None:
+                for view, tensor in parts.values():
+                    self._write(view, tensor, wait)
+            elif whole.data_ptr() == home.data_ptr():
+                continue
+            elif share and (whole.dtype, whole.device) == (home.dtype, home.device):
+                home.data = whole
                 self._shared.add(source)
             else:
-                for view, tensor in parts:
-                    self._write(view, tensor)
+                self._take_memory(source)
+                wait(home, whole)
+                self.copied += whole.nbytes
+        for targets, tensors in waiting.values():
+            torch._foreach_copy_(targets, tensors)
         self._lasting = {}
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        if self._shard(view.source).sharded:  # shards of a tensor are never shared
-            super()._write(view, tensor, copy)
-            self.copied += tensor.numel() * tensor.element_size()
-            return
-        if self._holds(view, tensor):
-            return
-        if view.source in self._shared:  # do not write to foreign memory
-            home = self._sources[view.source]
-            home.data = home.detach().clone()
-            self._shared.remove(view.source)
-        copy(self._target(view), tensor)
-        self.copied += tensor.numel() * tensor.element_size()
-
-    def wait(self, target: Tensor, tensor: Tensor) -> None:
-        """Copy ``tensor`` to ``target``, a part of the model, with the next ``copy_waiting``; for ``put``."""
-        kind = target.dtype, tensor.dtype, tensor.device
-        targets, tensors = self._waiting.setdefault(kind, ([], []))
-        targets.append(target)
-        tensors.append(tensor)
-
-    @torch.no_grad()
-    def copy_waiting(self) -> None:
-        """Make the copies of ``wait``, those of one type with one launch."""
-        for targets, tensors in self._waiting.values():
-            torch._foreach_copy_(targets, tensors)
-        self._waiting = {}
-
-    def _holds(self, view: View, tensor: Tensor) -> bool:
-        """Whether the model's tensor has its place in the memory of ``tensor``, which has the shape of ``view``, with the same layout."""
         home = self._sources[view.source]
-        own = home.data_ptr() + view.offset * home.element_size(), home.dtype, home.device, view.stride
-        return own == (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.stride())
+        if _is_stored_in(home, view, tensor):
+            return
+        self._take_memory(view.source)
+        super()._write(view, tensor, copy)
+        self.copied += tensor.nbytes
+
+    def _take_memory(self, source: str) -> None:
+        """Give a module tensor its own memory, because foreign memory is not written to. Shards of a tensor are never shared."""
+        if source in self._shared:
+            home = self._sources[source]
+            home.data = home.detach().clone()
+            self._shared.remove(source)
+
+
+def _is_stored_in(home: Tensor, view: View, tensor: Tensor) -> bool:
+    """Whether ``view`` of the module tensor ``home`` is the memory of ``tensor``, with the same layout."""
+    return (
+        tensor.data_ptr() == home.data_ptr() + view.offset * home.element_size()
+        and not isinstance(home, DTensor)
+        and (tensor.dtype, tensor.device, tensor.stride()) == (home.dtype, home.device, view.stride)
+    )
+
+
+def _find_whole(home: Tensor, parts: Sequence[tuple[View, Tensor]]) -> Tensor | None:
+    """Return the tensor with the layout of ``home`` of which ``parts`` are all views; None if they are not in one allocation."""
+    view, first = parts[0]
+    dtype, size = first.dtype, first.element_size()
+    start, offset = first.data_ptr() - view.offset * size, first.storage_offset() - view.offset
+    for view, tensor in parts:
+        if tensor.data_ptr() != start + view.offset * size or tensor.stride() != view.stride or tensor.dtype != dtype:
+            return None
+    if len(parts) == 1 and (view.size, view.stride) == (home.shape, home.stride()):
+        return first.detach()
+    # an allocation that contains all of these addresses is that of all parts
+    extent = 1 + sum([(n - 1) * step for n, step in zip(home.shape, home.stride(), strict=True)])
+    if offset < 0 or (offset + extent) * size > first.untyped_storage().nbytes():
+        return None
+    if sum([tensor.numel() for _, tensor in parts]) != home.numel():
+        return None
+    return first.detach().as_strided(home.shape, home.stride(), offset)
 
 
 #: Decodes one encoded checkpoint tensor.
@@ -123,19 +148,19 @@ class Update:
     @torch.no_grad()
     def take(self, units: Iterable[Encoded]) -> None:
         """Load some of the tensors; the caller may reuse their memory afterwards unless they are shared."""
+        loader = self._loader
         for unit in units:
-            if unit.format and self._loader.pass_over(unit.name):
+            if unit.format and loader.pass_over(unit.name):
                 continue  # the model has the codes, or its own constant ones
             tensor = _plain(unit, self._decode)
-            if self._share and unit.lasting:
-                self._loader.share(unit.name, tensor)
-            elif unit.format:
-                self._loader.put(unit.name, tensor)
-            elif unit.lasting and unit.copy is Tensor.copy_:
-                self._loader.put(unit.name, tensor, self._loader.wait)
+            if unit.format:
+                loader.put(unit.name, tensor)
+            elif unit.lasting and (self._share or unit.copy is Tensor.copy_):
+                loader.defer(unit.name, tensor)
             else:
-                self._loader.put(unit.name, tensor, unit.copy)
-        self._loader.copy_waiting()
+                loader.put(unit.name, tensor, unit.copy)
+        if not self._share:
+            loader.load_deferred(share=False)
 
     def missing(self) -> list[str]:
         """Return the names of the model's tensors that have not arrived."""
@@ -150,13 +175,13 @@ class Update:
                 f"the weight update is incomplete: {len(missing)} of the model's tensors are missing, "
                 f"{', '.join(missing[:5])}{more}; no weight hook may drop tensors the engine needs"
             )
-        self._loader.reference_shared()
+        self._loader.load_deferred(self._share)
         return self._loader.copied
 
 
 def _plain(unit: Encoded, decode: Decode | None) -> Tensor:
     if not unit.format:
-        if set(unit.parts) != {unit.name}:
+        if len(unit.parts) != 1 or unit.name not in unit.parts:
             raise CheckpointError(
                 f"{unit.name} has no format but the parts {sorted(unit.parts)}; a plain unit has one part"
             )

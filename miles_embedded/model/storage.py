@@ -184,6 +184,11 @@ def full_values(tensor: Tensor) -> Tensor:
     return gather_tensor(tensor) if codes is None else codes.values()
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Whether this process stores all values of a module tensor, and as numbers."""
+    return not isinstance(tensor, DTensor) and codes_of(tensor) is None
+
+
 def _without_storage(like: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     empty.untyped_storage().resize_(0)

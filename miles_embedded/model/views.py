@@ -14,12 +14,13 @@ processes fewer or none. The rest of this backend uses plain tensors, through th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -32,6 +33,7 @@ from miles_embedded.model.storage import (
     full_values,
     is_constant,
     is_streamed,
+    is_whole,
     local_shard,
 )
 from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
@@ -42,7 +44,7 @@ _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
 #: Copies the second tensor to the first.
 Copy = Callable[[Tensor, Tensor], object]
 
-_known: WeakKeyDictionary[nn.Module, tuple[tuple, list[View]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, tuple[tuple, _Layout]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,17 @@ class View:
         """Return this view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
-    def write(self, source: LocalShard, tensor: Tensor, copy: Copy) -> None:
+    def write_shard(self, shard: LocalShard, tensor: Tensor) -> None:
         """Copy the checkpoint tensor to the local shard of the module tensor."""
-        if not source.sharded:
-            copy(self.of(source.tensor), tensor)
-            return
         # Entries along the dimension with the largest stride are consecutive in memory, so a shard contains a range of them.
         along = max(range(len(self.size)), key=lambda d: (self.size[d] > 1, self.stride[d]))
-        step, (start, end) = self.stride[along], source.elements
+        step, (start, end) = self.stride[along], shard.elements
         first = max(-(-(start - self.offset) // step), 0)
         count = min(-(-(end - self.offset) // step), self.size[along]) - first
         if count > 0:
             size = (*self.size[:along], count, *self.size[along + 1 :])
-            at = source.tensor.storage_offset() + self.offset + first * step - start
-            source.tensor.as_strided(size, self.stride, at).copy_(tensor.narrow(along, first, count))
+            at = shard.tensor.storage_offset() + self.offset + first * step - start
+            shard.tensor.as_strided(size, self.stride, at).copy_(tensor.narrow(along, first, count))
 
     def part(self, expert: Expert) -> View:
         """Return the view of one matrix; this view contains all experts."""
@@ -81,35 +80,86 @@ class View:
         return View(expert.name, self.source, expert.shape, stride, offset)
 
 
-def slice_all(tensor: Tensor, members: Sequence[View]) -> dict[str, Tensor]:
-    """Return the views ``members`` of one module tensor by name. Those of one layout at equal distances, such as a projection of all experts,
-    are made in one call: thousands of calls would take longer than the copy of the weights."""
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[View]] = {}
+@dataclass(frozen=True)
+class _Row:
+    """Views of one module tensor that have the same layout and equal distances, such as a projection of all experts. They are sliced
+    in one call: thousands of calls would take longer than the copy of the weights."""
+
+    names: tuple[str, ...]
+    first: View
+    step: int
+
+    def slice(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Return (name, view) pairs of the module tensor."""
+        view, count = self.first, len(self.names)
+        if count == 1:
+            return zip(self.names, (view.of(tensor),), strict=True)
+        offset = tensor.storage_offset() + view.offset
+        whole = tensor.as_strided((count, *view.size), (self.step, *view.stride), offset)
+        return zip(self.names, whole.unbind(0), strict=True)
+
+
+def _find_rows(members: Iterable[View]) -> list[_Row]:
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[View]] = {}
     for view in members:
-        groups.setdefault((view.size, view.stride), []).append(view)
-    found: dict[str, Tensor] = {}
-    for (size, stride), alike in groups.items():
-        first, count = alike[0].offset, len(alike)
-        step = alike[1].offset - first if count > 1 else 0
-        if count > 2 and step > 0 and all(view.offset == first + i * step for i, view in enumerate(alike)):
-            whole = tensor.as_strided((count, *size), (step, *stride), tensor.storage_offset() + first)
-            found.update(zip([view.name for view in alike], whole.unbind(0), strict=True))
-        else:
-            found.update((view.name, view.of(tensor)) for view in alike)
+        alike.setdefault((view.size, view.stride), []).append(view)
+    found = []
+    for group in alike.values():
+        step = group[1].offset - group[0].offset if len(group) > 1 else 0
+        equal = step > 0 and all(view.offset == group[0].offset + i * step for i, view in enumerate(group))
+        for row in [group] if equal else [[view] for view in group]:
+            found.append(_Row(tuple(view.name for view in row), row[0], step))
     return found
 
 
-def views(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> list[View]:
-    """Return every tensor of the model's checkpoint in module order, tied tensors once. Cached until the modules change.
+class _Layout:
+    """How a model's checkpoint is stored in its module tensors.
 
-    ``state`` is ``sources(model)`` if the caller has it, which takes longer than the look-up.
+    Attributes:
+        views: every checkpoint tensor in module order.
+        by_name: the same by name.
+        units: the tensors of each unit of the export, and the module tensors that no later unit contains.
     """
-    state = sources(model) if state is None else state
-    shapes = tuple((n, tuple(t.shape), t.stride()) for n, t in state.items())
+
+    def __init__(self, views: list[View]) -> None:
+        self.views, self.by_name = views, {view.name: view for view in views}
+        units = list(group_coupled(views))
+        last = {view.source: number for number, members in enumerate(units) for view in members}
+        ends: list[list[str]] = [[] for _ in units]
+        for source, number in last.items():
+            ends[number].append(source)
+        self.units = list(zip(units, ends, strict=True))
+        members: dict[str, list[View]] = {}
+        for view in views:
+            members.setdefault(view.source, []).append(view)
+        self._rows = {source: _find_rows(inside) for source, inside in members.items()}
+        self._slices: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def slice(self, source: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the checkpoint tensors in the module tensor ``source``, which has the values of ``tensor``, as views by name."""
+        return {name: view for row in self._rows[source] for name, view in row.slice(tensor)}
+
+    def slice_parameter(self, source: str, home: Tensor) -> dict[str, Tensor]:
+        """Return ``slice`` of a module tensor itself; the same views until it gets other memory."""
+        known = self._slices.get(source)
+        if known is None or known[0].data_ptr() != home.data_ptr() or known[0].dtype != home.dtype:
+            whole = home.detach()
+            known = self._slices[source] = whole, self.slice(source, whole)
+        return known[1]
+
+
+def _layout_of(model: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
+    """Return the layout of a model with ``sources`` ``state``. Cached until the modules change."""
+    shapes = tuple([(n, t.shape, t.stride()) for n, t in state.items()])
     known = _known.get(model)
     if known is None or known[0] != shapes:
-        known = _known[model] = (shapes, _derive(model))
+        known = _known[model] = (shapes, _Layout(_derive(model)))
     return known[1]
+
+
+def views(model: nn.Module) -> list[View]:
+    """Return every tensor of the model's checkpoint in module order, tied tensors once. Cached until the modules change."""
+    return _layout_of(model, sources(model)).views
 
 
 def matrices(model: nn.Module, experts: Callable[[str, tuple[int, ...]], list[Expert]]) -> list[View]:
@@ -138,7 +188,7 @@ def _without_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     declared = {
         f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
         for path, module in model.named_modules()
-        for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
+        for a, b in (vars(module).get("all_tied_weights_keys") or {}).items()
     }
     tied = {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
     return {n: t for n, t in state.items() if n not in tied}, tied
@@ -164,30 +214,24 @@ def export(model: nn.Module) -> Iterator[WeightUnit]:
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
     state = sources(model)
-    streamed = [view for view in views(model, state) if is_streamed(state[view.source])]
-    units = list(group_coupled(streamed))
-    last = {view.source: number for number, members in enumerate(units) for view in members}
-    passing = {name for name, tensor in state.items() if local_shard(tensor).sharded or codes_of(tensor)}
-    inside = _group_by_source(streamed)
-    gathered: dict[str, dict[str, Tensor]] = {}
-    for number, members in enumerate(units):
+    layout = _layout_of(model, state)
+    slices = {name: layout.slice_parameter(name, tensor) for name, tensor in state.items() if is_whole(tensor)}
+    unstreamed = {name for name, tensor in state.items() if not is_streamed(tensor)}
+    passing: set[str] = set()
+    for members, ends in layout.units:
+        unit = {}
         for view in members:
-            if view.source not in gathered:
-                gathered[view.source] = slice_all(full_values(state[view.source]), inside[view.source])
-        yield WeightUnit(
-            {v.name: gathered[v.source][v.name] for v in members},
-            lasting=not passing.intersection(view.source for view in members),
-        )
-        for view in members:
-            if last[view.source] == number:
-                gathered.pop(view.source, None)
-
-
-def _group_by_source(every: Iterable[View]) -> dict[str, list[View]]:
-    found: dict[str, list[View]] = {}
-    for view in every:
-        found.setdefault(view.source, []).append(view)
-    return found
+            if (source := view.source) in unstreamed:
+                continue
+            if source not in slices:
+                slices[source] = layout.slice(source, full_values(state[source]))
+                passing.add(source)
+            unit[view.name] = slices[source][view.name]
+        if unit:
+            yield WeightUnit(unit, lasting=not passing or passing.isdisjoint([view.source for view in members]))
+        for source in ends:
+            if source in passing:
+                del slices[source]
 
 
 class Loader:
@@ -196,23 +240,22 @@ class Loader:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         state, self._tied = _without_ties(model)
-        self._sources = state
+        self._sources, self._layout = state, _layout_of(model, state)
+        self._views = self._layout.by_name
+        constant = {source for source, tensor in state.items() if is_constant(tensor)}
+        self._missing = {name: None for name, view in self._views.items() if view.source not in constant}
         self._shards: dict[str, LocalShard] = {}
-        self._views = {v.name: v for v in views(model, state)}
-        self._members = _group_by_source(self._views.values())
         self._targets: dict[str, tuple[int, dict[str, Tensor]]] = {}
-        self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
 
-    @torch.no_grad()
     def put(self, name: str, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        """Copy one checkpoint tensor, or one matrix of a tensor that contains all experts.
+        """Copy one checkpoint tensor, or one matrix of a tensor that contains all experts. It must not require a gradient.
 
         Raises:
             CheckpointError: the model has no such tensor, or it has another shape.
         """
-        view = self._find_view(name, tuple(tensor.shape))
+        view = self._find_view(name, tensor.shape)
         if not self._has_codes(view):
             self._write(view, tensor, copy)
 
@@ -222,16 +265,19 @@ class Loader:
         return self._has_codes(view)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        view.write(self._shard(view.source), tensor, copy)
+        if isinstance(self._sources[view.source], DTensor):
+            view.write_shard(self._shard(view.source), tensor)
+        else:
+            copy(self._target(view), tensor)
 
     def _target(self, view: View) -> Tensor:
         """Return the part of an unsharded module tensor that ``view`` refers to."""
-        home = self._sources[view.source].detach()
+        home = self._sources[view.source]
         place, known = home.data_ptr(), self._targets.get(view.source)
         if known is None or known[0] != place:
-            known = self._targets[view.source] = place, slice_all(home, self._members[view.source])
+            known = self._targets[view.source] = place, self._layout.slice(view.source, home.detach())
         found = known[1].get(view.name)
-        return view.of(home) if found is None else found
+        return view.of(home.detach()) if found is None else found
 
     def _shard(self, source: str) -> LocalShard:
         if source not in self._shards:
@@ -266,11 +312,10 @@ class Loader:
 
     def _find_view(self, name: str, shape: tuple[int, ...] | None = None) -> View:
         """Return the view of a tensor that arrived, and mark it as not missing."""
-        view, _ = self.locate(name)
-        name = self._stored_name(name)
+        view = self._views.get(name) or self.locate(name)[0]
         if shape is not None and shape != view.size:
-            raise CheckpointError(f"{name} has shape {list(shape)}, the model's is {list(view.size)}")
-        self._missing.pop(name, None)
+            raise CheckpointError(f"{view.name} has shape {list(shape)}, the model's is {list(view.size)}")
+        self._missing.pop(view.name, None)
         return view
 
     def _stored_name(self, name: str) -> str:

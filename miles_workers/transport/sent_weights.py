@@ -91,7 +91,8 @@ class SentWeights:
                 self._begin(version)
             self._nbytes += unit.nbytes
             self._tensors += 1
-            self._add(unit)
+            if self._period == 1 or (crc32(unit.name.encode()) + self._count) % self._period == 0:
+                self._add(unit)
             yield unit
         self._sums.launch()
 
@@ -110,7 +111,7 @@ class SentWeights:
         if self._dtypes is None:
             self._dtypes = self._load_dtypes()
         dtype = self._dtypes.get(unit.name)
-        if dtype is not None and (crc32(unit.name.encode()) + self._count) % self._period == 0:
+        if dtype is not None:
             held = self._codec.decode(unit)
             value = held.to(dtype)
             # decoded or converted values are in memory of their own
