@@ -79,6 +79,7 @@ def test_policies_share_one_base(tmp_path):
         "config": tmp_path / "two.yaml",
         "lora_sync": "adapter",
         "verify_logprobs": True,
+        "lora_export": "adapter",
         "export_hf": tmp_path / "hf",
     }
     done = toy_run(["lora", str(tmp_path / "turns.py")], steps=2, lr=1e-2, **options)
