@@ -31,11 +31,12 @@ class ConfigError(MilesError):
 
 
 class PlanError(MilesError):
-    """The plan was rejected; ``problems`` holds every violation (see ``miles_core.plugin.resolve``)."""
+    """The plan was rejected; ``problems`` holds every violation, and ``sets`` the values that its plugins set (see
+    ``miles_core.plugin.resolve``)."""
 
-    def __init__(self, message: str, problems: tuple[Any, ...] = ()) -> None:
+    def __init__(self, message: str, problems: tuple[Any, ...] = (), sets: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems
+        self.problems, self.sets = problems, sets
 
 
 class PluginError(MilesError):

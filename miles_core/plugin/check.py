@@ -51,6 +51,11 @@ class CheckResult:
         """All facts, including values set by plugins."""
         return self.activation.facts
 
+    @property
+    def sets(self) -> tuple[Setting, ...]:
+        """The values that plugins set."""
+        return tuple(Setting(s.path, plain(s.value), s.plugin) for s in self.activation.sets)
+
     def plan(self) -> Plan:
         """Return the accepted plan. Valid only if there are no problems."""
         active, sources = self.activation.active, getattr(self.manifests, "sources", {})
@@ -62,7 +67,7 @@ class CheckResult:
             plugins=tuple(Active(n, active[n].version, sources.get(n, ""), because[n]) for n in self.order),
             facts=tuple(facts),
             consulted=tuple(sorted(self.consulted)),
-            sets=tuple(Setting(s.path, plain(s.value), s.plugin) for s in self.activation.sets),
+            sets=self.sets,
             hooks=tuple(sorted(self.hooks, key=lambda h: rank[h.plugin])),
             deferred=tuple(dict.fromkeys(self.deferred)),
             advice=tuple(dict.fromkeys(self.advice)),

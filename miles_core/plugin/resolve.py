@@ -33,5 +33,5 @@ def resolve(
     result = check(requested, manifests, facts)
     if result.problems:
         suggestions = [fix.text for fix in find_fixes(requested, dict(manifests), facts, result, startable=startable)]
-        raise PlanError(refusal(result.problems, suggestions), tuple(result.problems))
+        raise PlanError(refusal(result.problems, suggestions), tuple(result.problems), result.sets)
     return result.plan()

@@ -18,7 +18,7 @@ from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
 from miles_core.run.model_check import check_model
-from miles_core.run.prepare import apply_plan, localise, prepare
+from miles_core.run.prepare import apply_plan, apply_sets, localise, prepare
 from miles_core.run.problems import Problems
 
 
@@ -37,7 +37,7 @@ def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:
         plan, catalogue = prepare(config)
     except PlanError as error:
         problems = Problems()
-        _inputs(config, problems)
+        _inputs(apply_sets(config, error.sets), problems)
         if not problems.messages:
             raise
         also = "\n".join(f"  - {message}" for message in problems.messages)

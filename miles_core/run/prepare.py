@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
@@ -26,7 +26,7 @@ from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.facts import Fact, Facts, State, defined_facts
 from miles_core.plugin.installed import package_facts
-from miles_core.plugin.plan import Plan, plain
+from miles_core.plugin.plan import Plan, Setting, plain
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
 
@@ -177,11 +177,15 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
 
 def apply_plan(config: Config, plan: Plan) -> Config:
     """Return ``config`` with the plan's plugins activated and the values that they set."""
-    result = config.with_plugins(plan.order)
-    for setting in plan.sets:
+    return apply_sets(config.with_plugins(plan.order), plan.sets)
+
+
+def apply_sets(config: Config, sets: Iterable[Setting]) -> Config:
+    """Return ``config`` with the values that plugins set."""
+    for setting in sets:
         if not setting.path.startswith(ENVIRONMENT):
-            result = result.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
-    return result
+            config = config.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
+    return config
 
 
 def set_environment(plan: Plan) -> None:

@@ -11,6 +11,9 @@ _NO_ENGINE = "the samples are rows of --prompt-data, and no engine generates any
 
 #: Defaults of options that only generation reads.
 _GENERATION = (
+    "rollout.max_response_len == 1024",
+    "rollout.max_running_requests == 256",
+    "rollout.kv_cache_dtype == auto",
     "rollout.top_p == 1",
     "rollout.top_k == -1",
     "not rollout.stop",
@@ -57,6 +60,7 @@ plugin = Plugin(
             Set(1, when=_SUPERVISED, because="a row is one sample"),
             Set(2, when=_PAIRS, because="a row is a pair of samples"),
         ),
+        "algorithm.kl_coef": Set(0.1, when=_PAIRS, because="it is the beta of the loss, and 0.1 is usual"),
         "algorithm.loss_aggregation": Set(
             "constant", when=_PAIRS, because="the loss of a pair is a sum over its tokens"
         ),
@@ -74,7 +78,7 @@ plugin = Plugin(
             when="data.prompts == offline",
             because="its rows are trained on: give --prompt-data FILE",
         ),
-        Rule("algorithm.kl_coef > 0", when=_PAIRS, because="--kl-coef is the beta of the loss; 0.1 is usual"),
+        Rule("algorithm.kl_coef > 0", when=_PAIRS, because="--kl-coef is the beta of the loss"),
         Rule(
             "algorithm.kl_coef == 0",
             when=_SUPERVISED,
@@ -140,6 +144,7 @@ plugin = Plugin(
         "label_key": "label",
         "custom_rm_path": None,
         "n_samples_per_prompt": None,
+        "rollout_max_response_len": None,
         "rollout_batch_size": 8,
     },
 )

@@ -54,6 +54,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, pairs, strategy, tmp_pat
         "kl_coef": 0.1,
         "custom_rm_path": None,
         "n_samples_per_prompt": None,
+        "rollout_max_response_len": None,
         "lr": 1e-2,
     }
     words = toy_arguments(["offline"], tmp_path, sharding_strategy=strategy, adam_eps=1e-2, **options)

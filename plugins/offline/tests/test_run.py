@@ -7,8 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from miles_core.config.load import load
 from miles_core.plugin import DataError, PlanError
+from miles_core.run.checks import plan_run
 from miles_testing import plan, toy_run
+from miles_testing.toy import toy_arguments
 
 OPTIONS = {
     "custom_rm_path": None,
@@ -120,13 +123,16 @@ def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
     ("options", "why"),
     [
         ({"advantage_estimator": "grpo"}, "the other estimators compare samples of the policy"),
-        ({**DPO, "kl_coef": None}, "--kl-coef is the beta of the loss"),
+        ({**DPO, "kl_coef": 0.0}, "--kl-coef is the beta of the loss"),
         ({**DPO, "global_batch_size": 2}, "--rollout-batch-size is the number of pairs per step"),
         ({**DPO, "label_key": "chosen"}, "the columns of a preference are prompt"),
         ({**SFT, "prompt_data": None}, "give --prompt-data FILE"),
         ({**SFT, "kl_coef": 0.1}, "use --kl-loss-coef"),
         ({**SFT, "schedule": "async"}, "no engine generates any"),
         ({**SFT, "rollout_top_p": 0.9}, "no engine generates any"),
+        ({**SFT, "rollout_max_response_len": 5}, "no engine generates any"),
+        ({**SFT, "max_running_requests": 3}, "no engine generates any"),
+        ({**SFT, "kv_cache_dtype": "float8_e4m3fn"}, "no engine generates any"),
         ({**SFT, "eval_prompt_data": "x.jsonl", "eval_interval": 1}, "--held-out-data measures the loss on other rows"),
         ({**SFT, "eps_clip": 0.3}, "no ratio to an old policy"),
     ],
@@ -134,6 +140,17 @@ def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
 def test_refused(options, why):
     with pytest.raises(PlanError, match=why):
         plan(["offline"], **{**OPTIONS, **options})
+
+
+def test_a_refusal_does_not_ask_for_what_the_plugin_provides(talks, tmp_path):
+    words = toy_arguments(["offline"], tmp_path / "run", **{**SFT, "prompt_data": talks, "max_running_requests": 3})
+    with pytest.raises(PlanError) as refused:
+        plan_run(load(words))
+    assert "no engine generates any" in str(refused.value) and "independent of the plan" not in str(refused.value)
+
+
+def test_beta_has_a_default():
+    assert plan(["offline"], **{**OPTIONS, **DPO, "kl_coef": None}).fact("algorithm.kl_coef") == 0.1
 
 
 def test_a_row_that_is_too_long_ends_the_run_before_its_model_is_built(talks, tmp_path):
