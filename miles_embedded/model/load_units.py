@@ -96,7 +96,8 @@ def _is_stored_in(home: Tensor, view: View, tensor: Tensor) -> bool:
 
 
 def _find_whole(home: Tensor, parts: Sequence[tuple[View, Tensor]]) -> Tensor | None:
-    """Return the tensor with the layout of ``home`` of which ``parts`` are all views; None if they are not in one allocation."""
+    """Join the parts of a module tensor without copying: return one tensor with the layout of ``home``, or None if the parts are not adjacent
+    views of one allocation."""
     view, first = parts[0]
     dtype, size = first.dtype, first.element_size()
     start, offset = first.data_ptr() - view.offset * size, first.storage_offset() - view.offset
@@ -105,7 +106,7 @@ def _find_whole(home: Tensor, parts: Sequence[tuple[View, Tensor]]) -> Tensor | 
             return None
     if len(parts) == 1 and (view.size, view.stride) == (home.shape, home.stride()):
         return first.detach()
-    # an allocation that contains all of these addresses is that of all parts
+    # the addresses are consecutive, so the parts share an allocation if it contains them all
     extent = 1 + sum([(n - 1) * step for n, step in zip(home.shape, home.stride(), strict=True)])
     if offset < 0 or (offset + extent) * size > first.untyped_storage().nbytes():
         return None

@@ -118,9 +118,8 @@ def encode_messages(
             continue
         before, answer = renderer.answer(messages[: number + 1], tools)
         if number == len(messages) - 1 and not {*answer} & {*renderer.tokenizer.all_special_ids}:
-            answer.append(
-                renderer.tokenizer.eos_token_id
-            )  # some templates end an answer with the beginning of the next message
+            # some templates write the end of an answer only at the beginning of the next message
+            answer.append(renderer.tokenizer.eos_token_id)
         last = found[-1] if found else None
         if last is not None and before[: len(last.tokens)] == last.tokens:
             last.mask += [0] * (len(before) - len(last.tokens)) + [1] * len(answer)
