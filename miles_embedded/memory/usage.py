@@ -220,27 +220,42 @@ def _smaller_trainer(
 ) -> Iterator[dict[str, Any]]:
     """Yield changes of options that reduce a rank to ``budget`` bytes, or to ``alone`` bytes on its own GPU."""
     longest = longest_sample(facts)[0]
-    recompute = {"train.activation_checkpointing": True}
-    ways: list[tuple[Training, dict[str, Any]]] = [(how, {})]
+    whole = [(how, {})]
+    shorter = [(replace(how, tokens=n), {"train.max_tokens_per_gpu": n}) for n in _halves(how.tokens, longest)]
+    #: each row: changes of one kind, smallest first
+    ways: list[list[tuple[Training, dict[str, Any]]]] = [whole, shorter]
     if not how.recompute:
-        ways.append((replace(how, recompute=True), recompute))
-    if how.tokens > longest:
-        short, limit = replace(how, tokens=longest), {"train.max_tokens_per_gpu": longest}
-        ways += [(short, limit), (replace(short, recompute=True), {**recompute, **limit})]
+        changed = {"train.activation_checkpointing": True}
+        ways[1:] = [
+            [(replace(w, recompute=True), {**changed, **c}) for w, c in whole],
+            shorter,
+            [(replace(w, recompute=True), {**changed, **c}) for w, c in shorter],
+        ]
     if how.ranks > 1 and not how.sharded:
-        ways += [(replace(w, sharded=True), {"embedded.sharding_strategy": "full_shard", **c}) for w, c in ways]
-    yield from (change for way, change in ways if change and trainer_parts(size, way).total <= budget)
+        sharding = {"embedded.sharding_strategy": "full_shard"}
+        ways += [[(replace(w, sharded=True), {**sharding, **c}) for w, c in row] for row in ways]
+
+    def first_fitting(row: list[tuple[Training, dict[str, Any]]], limit: float, **more: Any) -> dict[str, Any] | None:
+        return next((c for w, c in row if trainer_parts(size, replace(w, **more)).total <= limit), None)
+
+    found = [change for row in ways if (change := first_fitting(row, budget))]
+    yield from (change for change in found if not any(other.items() < change.items() for other in found))
     limit_there = budget if facts.value("colocate") else alone
     for ranks in (how.ranks << n for n in range(1, 9)):
-        found = next(
-            (c for w, c in ways if trainer_parts(size, replace(w, ranks=ranks, sharded=True)).total <= limit_there),
-            None,
-        )
+        there = (first_fitting(row, limit_there, ranks=ranks, sharded=True) for row in ways)
+        found = next((change for change in there if change is not None), None)
         if found is not None:
             how_many = {**found, "embedded.sharding_strategy": "full_shard"}
             yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **how_many}
             yield {**_on_ranks(facts, ranks, 0), **how_many, "colocate": True}
             return
+
+
+def _halves(tokens: int, longest: int) -> Iterator[int]:
+    """Yield half of a number of tokens, half of that and so on, down to those of the longest sample."""
+    while tokens > longest:
+        tokens = max(tokens // 2, longest)
+        yield tokens
 
 
 def format_billions(count: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
+from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, trainer_usage, training_of
 
 #: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
@@ -40,7 +40,8 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if size is None or facts.value("model.device") == "cpu" or facts.value("trainer") != "embedded":
         return
     how = training_of(facts)
-    base, full = base_bytes(facts, size), trainer_parts(size, how)
+    trained = trainer_usage(facts, size)
+    base, full = base_bytes(facts, size), trained.parts
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
     shared = facts.value("lora.sync") == "adapter"
@@ -54,7 +55,14 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         other=full.other,
     )
     note = _note(facts, size, how.width * own + parts.gradients + parts.optimizer)
-    yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks, replaces=True)
+    less = full.total - parts.total
+    yield replace(
+        trained,
+        parts=parts,
+        note=note,
+        replaces=True,
+        fitting=lambda budget, alone: trained.fitting(budget + less, alone + less),
+    )
     if facts.value("engine") == "embedded" and shares_base(facts):
         # codes of a shared base are the trainer's, too
         engine = engine_usage(facts, size, shares=True)

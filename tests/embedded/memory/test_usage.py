@@ -162,6 +162,19 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_do(checkpoint):
     assert "on 1 machine with 8 GPUs: --runtime ray" in text and "--actor-num-gpus-per-node 8" in text
 
 
+def test_the_longest_micro_batch_that_fits_is_offered(checkpoint):
+    given = {"hf_checkpoint": checkpoint("llama3.1-8b"), "rollout_max_context_len": 512, "facts": ["hardware=B200"]}
+    given |= {"rollout_max_response_len": 256, "use_dynamic_batch_size": True}
+    with pytest.raises(PlanError) as error:
+        plan(max_tokens_per_gpu=32768, **given)
+    offered = re.findall(r"^ +(--recompute-activations )?--max-tokens-per-gpu (\d+)$", str(error.value), re.MULTILINE)
+    assert offered and all(int(tokens) > 512 for _, tokens in offered), error.value
+    for recompute, tokens in offered:
+        plan(max_tokens_per_gpu=int(tokens), recompute_activations=bool(recompute), **given)
+        with pytest.raises(PlanError, match="need"):
+            plan(max_tokens_per_gpu=2 * int(tokens), recompute_activations=bool(recompute), **given)
+
+
 def test_what_is_offered_is_accepted(checkpoint):
     accepted = plan(
         hf_checkpoint=checkpoint("qwen3-30b-a3b"),
