@@ -215,35 +215,40 @@ def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
     )
 
 
+#: A smaller training, and the changes of options that lead to it.
+_Way = tuple[Training, dict[str, Any]]
+
+
 def _smaller_trainer(
     facts: Facts, size: ModelSize, how: Training, budget: float, alone: float
 ) -> Iterator[dict[str, Any]]:
     """Yield changes of options that reduce a rank to ``budget`` bytes, or to ``alone`` bytes on its own GPU."""
-    longest = longest_sample(facts)[0]
-    whole = [(how, {})]
-    shorter = [(replace(how, tokens=n), {"train.max_tokens_per_gpu": n}) for n in _halves(how.tokens, longest)]
-    #: each row: changes of one kind, smallest first
-    ways: list[list[tuple[Training, dict[str, Any]]]] = [whole, shorter]
+    recompute = {"train.activation_checkpointing": True}
+    whole: list[_Way] = [(how, {})]
+    shorter: list[_Way] = [
+        (replace(how, tokens=n), {"train.max_tokens_per_gpu": n}) for n in _halves(how.tokens, longest_sample(facts)[0])
+    ]
+    kinds = [whole, shorter]  # changes of one kind, smallest first; of each kind the first that fits is offered
     if not how.recompute:
-        changed = {"train.activation_checkpointing": True}
-        ways[1:] = [
-            [(replace(w, recompute=True), {**changed, **c}) for w, c in whole],
-            shorter,
-            [(replace(w, recompute=True), {**changed, **c}) for w, c in shorter],
-        ]
+        again = [[(replace(w, recompute=True), {**recompute, **c}) for w, c in kind] for kind in kinds]
+        kinds = [whole, again[0], shorter, again[1]]
     if how.ranks > 1 and not how.sharded:
         sharding = {"embedded.sharding_strategy": "full_shard"}
-        ways += [[(replace(w, sharded=True), {**sharding, **c}) for w, c in row] for row in ways]
-
-    def first_fitting(row: list[tuple[Training, dict[str, Any]]], limit: float, **more: Any) -> dict[str, Any] | None:
-        return next((c for w, c in row if trainer_parts(size, replace(w, **more)).total <= limit), None)
-
-    found = [change for row in ways if (change := first_fitting(row, budget))]
-    yield from (change for change in found if not any(other.items() < change.items() for other in found))
+        kinds += [[(replace(w, sharded=True), {**sharding, **c}) for w, c in kind] for kind in kinds]
+    first = (next((c for w, c in kind if c and trainer_parts(size, w).total <= budget), None) for kind in kinds)
+    offered = [change for change in first if change is not None]
+    yield from (change for change in offered if not any(other.items() < change.items() for other in offered))
     limit_there = budget if facts.value("colocate") else alone
     for ranks in (how.ranks << n for n in range(1, 9)):
-        there = (first_fitting(row, limit_there, ranks=ranks, sharded=True) for row in ways)
-        found = next((change for change in there if change is not None), None)
+        found = next(
+            (
+                c
+                for kind in kinds
+                for w, c in kind
+                if trainer_parts(size, replace(w, ranks=ranks, sharded=True)).total <= limit_there
+            ),
+            None,
+        )
         if found is not None:
             how_many = {**found, "embedded.sharding_strategy": "full_shard"}
             yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **how_many}
