@@ -19,6 +19,23 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+    },
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     "tiny_dense": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     # Qwen3-Next: full attention in every fourth layer, a gated delta net in the others
@@ -47,7 +64,7 @@ def make_model(kind: str, directory: Path) -> Path:
         "dtype": "bfloat16",
         **SIZES[kind],
     }
-    if kind in ("dense", "8b", "tiny_dense"):
+    if kind in ("dense", "8b", "tiny_dense") or kind.startswith("qwen3-"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     elif kind in ("hybrid", "tiny_hybrid"):
         config = transformers.Qwen3NextConfig(**common, **EXPERTS, **DELTA_NET, pad_token_id=0)
@@ -69,7 +86,7 @@ def save_random(config: Any, directory: Path) -> Path:
                 parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
     restore_interval(directory)
-    word_tokenizer().save_pretrained(directory)
+    word_tokenizer(config.vocab_size).save_pretrained(directory)
     return directory
 
 

@@ -11,7 +11,7 @@ another one. The runs then hardly change the policy, so acceptance changes with 
 
 - ``head-frozen`` and ``head``: an EAGLE head of its own drafts for a Qwen3; it begins untrained, and learns from the policy's distribution or not.
 
-``--engine embedded`` makes the first three with the embedded engine. One JSON line a side as soon as it is known, and all at the end.
+``--engine embedded`` makes all but ``megatron`` and ``asleep`` with the embedded engine. One JSON line a side as soon as it is known, and all at the end.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ SIDES = {
     ("embedded", "plain"): ("tis", ""),
     ("embedded", "frozen"): ("tis speculative", "--spec-lookahead {k}"),
     ("embedded", "trained"): ("tis speculative", "--spec-lookahead {k} " + TRAINED),
+    ("embedded", "head-frozen"): ("tis speculative", "--spec-lookahead {k}"),
+    ("embedded", "head"): ("tis speculative", "--spec-lookahead {k} --online-sft-interval 1 --draft-lr 1e-3"),
 }
 
 
@@ -76,7 +78,8 @@ def main() -> None:
     result: dict[str, Any] = {"commit": commit(), "lookahead": given.lookahead}
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "metadata").mkdir()
-        checkout.register(Path(scratch) / "metadata", ["sglang", "speculative", "tis", "megatron"], ["sglang"])
+        libraries = ["sglang"] if given.engine == "sglang" else []
+        checkout.register(Path(scratch) / "metadata", ["sglang", "speculative", "tis", "megatron"], libraries)
         result |= make(given, Path(scratch))
         say(given, **result)
         with ThreadPoolExecutor(given.jobs) as pool:
@@ -198,6 +201,8 @@ def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:
                 --sglang-speculative-num-draft-tokens {given.lookahead + 1}"""
         if side in OWN_DRAFTS:
             flags += f" --sglang-speculative-draft-model-path {scratch / ('model' if side == 'asleep' else 'head')}"
+    elif side in OWN_DRAFTS:
+        flags += f" --draft-model-path {scratch / 'head'}"
     return flags.split()
 
 
