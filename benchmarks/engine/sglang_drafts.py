@@ -11,7 +11,8 @@ another one. The runs then hardly change the policy, so acceptance changes with 
 
 - ``head-frozen`` and ``head``: an EAGLE head of its own drafts for a Qwen3; it begins untrained, and learns from the policy's distribution or not.
 
-``--engine embedded`` makes all but ``megatron`` and ``asleep`` with the embedded engine. One JSON line a side as soon as it is known, and all at the end.
+``--engine embedded`` makes all but ``megatron`` and ``asleep`` with the embedded engine. One JSON line a side as soon as it is known, and all at
+the end.
 """
 
 from __future__ import annotations
