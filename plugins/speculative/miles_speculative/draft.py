@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,14 @@ class Draft(ABC):
     Args:
         policy: the model to draft for, prepared by the backend.
         module: the draft's module, a submodule of ``policy``.
+
+    Attributes:
+        HIDDEN: whether it reads hidden states. The first token of a sequence has no previous hidden state. The embedded engine gives it an
+            entry with a zero state in the draft's cache. SGLang has no entry for it, so a draft that learned to attend to this entry (as
+            to an attention sink) drafts badly there, and must be trained without it.
     """
+
+    HIDDEN: ClassVar[bool] = True
 
     def __init__(self, policy: Any, module: Any) -> None:
         self.policy, self.module = policy, module

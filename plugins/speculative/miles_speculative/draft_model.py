@@ -20,6 +20,8 @@ from miles_speculative.eagle import Eagle, attach_eagle
 class DraftModel(Draft):
     """A small model as the policy's submodule."""
 
+    HIDDEN = False
+
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
         """See ``Draft``; ignores ``hidden``."""
         run: Any = backbone(self.module)

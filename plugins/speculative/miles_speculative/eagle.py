@@ -2,8 +2,7 @@
 
 ``fc`` projects the concatenation of a token's embedding and the previous token's hidden state (after the policy's last norm) to the hidden
 size. Llama decoder layers follow, without a norm before the first and after the last. The output approximates the policy's next hidden
-state: the policy's output layer computes logits from it, and the next draft uses it as input. EAGLE has no entry for a prompt's first token;
-here its previous hidden state is zero.
+state: the policy's output layer computes logits from it, and the next draft uses it as input. For a prompt's first token, see ``Draft.HIDDEN``.
 
 The head is the policy's submodule ``draft``; its parameters have the names of its checkpoint under that prefix.
 """

@@ -38,7 +38,8 @@ class EmbeddedSpeculative:
             start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
             draft = attach(model, start)
         if role != "rollout":
-            self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature)
+            first_seen = run.config.run.engine == "embedded"
+            self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature, first_seen)
 
     @hookimpl
     def on_batch(self, run: Any, policy: Any) -> None:

@@ -7,8 +7,10 @@ embeddings and output layer are detached.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -72,7 +74,7 @@ def _sum_in_chunks(share: Callable[[Tensor, Tensor], Tensor], draft: Draft, out:
     return torch.stack([checkpoint(share, *piece, use_reentrant=False) for piece in pieces]).sum()
 
 
-def entries(draft: Draft, hidden: Tensor, tokens: Tensor, ctx: Context, call: Any) -> Tensor:
+def entries(draft: Draft, hidden: Tensor, tokens: Tensor, ctx: Context, call: Any, first_seen: bool = True) -> Tensor:
     """Run the draft over all rows of a packed pass.
 
     Args:
@@ -81,12 +83,37 @@ def entries(draft: Draft, hidden: Tensor, tokens: Tensor, ctx: Context, call: An
         tokens: [T] flat tokens of the micro-batch.
         ctx: context of the pass.
         call: the backend's call of the pass.
+        first_seen: whether tokens attend to the entry of their sequence's first token, see ``Draft.HIDDEN``.
 
     Returns:
         [rows, hidden], see ``Draft``.
     """
     packing: Packing = ctx.attached["packing"]
+    if not first_seen:
+        call = type(call)(ctx, hide_first(packing))
     first = packing.positions == 0
     before = packing.row_of[(ctx.rows - 1).clamp(min=0)].clamp(min=0)
     states = hidden.index_select(0, before).masked_fill(first.unsqueeze(1), 0)
     return draft(tokens[ctx.rows], states, packing.positions, call)
+
+
+def hide_first(packing: Packing) -> Packing:
+    """Return the layout of a packed pass in which no other token attends to the first one of its sequence.
+
+    The first row of each trunk becomes a segment of its own. A trunk of one token stays as it is.
+    """
+    trunks = packing.trunks
+    rest = np.flatnonzero(trunks.length > 1)
+    start = np.concatenate([trunks.start, trunks.start[rest] + 1])
+    length = np.concatenate([np.minimum(trunks.length, 1), trunks.length[rest] - 1])
+    order = start.argsort(kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    moved = place[: len(trunks)].copy()
+    moved[rest] = place[len(trunks) :]
+    branches = packing.branches
+    return replace(
+        packing,
+        trunks=replace(trunks, start=start[order], length=length[order], trunk=np.full(len(order), -1)),
+        branches=replace(branches, trunk=moved[branches.trunk]),
+    )

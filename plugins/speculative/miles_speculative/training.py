@@ -31,10 +31,12 @@ class DraftTraining:
         draft: draft of the trainer's model; must be attached before the optimizer is created.
         options: the plugin's options.
         temperature: sampling temperature of the rollout, also used for soft targets.
+        first_seen: whether the engine's draft has an entry for the first token of a sequence, see ``Draft.HIDDEN``.
     """
 
-    def __init__(self, draft: Draft, options: SpeculativeConfig, temperature: float) -> None:
+    def __init__(self, draft: Draft, options: SpeculativeConfig, temperature: float, first_seen: bool = True) -> None:
         self.draft, self.options, self.temperature = draft, options, temperature or 1.0
+        self.first_seen = first_seen or not draft.HIDDEN
         self.group = OptimizerGroup(GROUP, options.draft_lr)
         optimizer_group(draft.parameters.values(), self.group)
         for parameter in draft.parameters.values():
@@ -55,7 +57,9 @@ class DraftTraining:
             return {}
         call, hidden = seen
         packing = ctx.attached["packing"]
-        out = entries(self.draft, hidden, micro_batch.tokens, ctx, call).index_select(0, packing.sources)
+        out = entries(self.draft, hidden, micro_batch.tokens, ctx, call, self.first_seen).index_select(
+            0, packing.sources
+        )
         count = torch.tensor(len(packing.targets))
         found = {}
         if self.options.mtp_training:
