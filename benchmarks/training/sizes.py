@@ -55,6 +55,7 @@ class Setting:
 
 SETTINGS = {
     "4b-embedded": Setting("qwen3-4b", 1, "tis", "--max-tokens-per-gpu 8192"),
+    "4b-embedded-4k": Setting("qwen3-4b", 1, "tis", "--max-tokens-per-gpu 4096"),
     "4b-sglang": Setting("qwen3-4b", 1, "tis", f"--max-tokens-per-gpu 4096 {SGLANG}"),
     "4b-sglang-megatron": Setting("qwen3-4b", 1, "tis", f"--max-tokens-per-gpu 4096 {SGLANG} --trainer megatron"),
     "8b-lora": Setting("qwen3-8b", 1, "tis,lora", "--max-tokens-per-gpu 8192"),
