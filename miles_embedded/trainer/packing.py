@@ -28,6 +28,10 @@ from miles_core.data.batch import Batch, Ragged
 Ints = NDArray[np.int64]
 
 
+#: Largest share of rows that may be computed twice to need fewer micro-batches.
+_TWICE = 1 / 16
+
+
 @dataclass
 class Segments:
     """Ranges of consecutive physical rows: start, length, and (for branches) the index of the trunk."""
@@ -268,7 +272,8 @@ def split(
         batch: all samples of the step.
         micro_batch_size: samples per micro-batch, in order; None for no limit.
         max_tokens: if given, computed tokens per micro-batch, instead of ``micro_batch_size``. A group is kept together if it fits, so
-            that its prompt is computed once; a sample longer than the limit has its own micro-batch.
+            that its prompt is computed once, unless dividing groups needs fewer micro-batches and few more rows; a sample longer than
+            the limit has its own micro-batch.
         share: whether prompts are shared, which determines the cost of a sample.
     """
     everything = list(range(len(batch)))
@@ -283,6 +288,7 @@ def split(
     else:
         groups = _list_groups(needed, trunk_of, shared, order)
         found = _fill([piece for group in groups for piece in _pieces(*group, max_tokens)], max_tokens)
+        found = _divide_groups(groups, max_tokens, len(found)) or found
     idle = sorted(set(everything) - {i for samples in found for i in samples})
     if idle:  # samples that train nothing cost nothing, but callers expect results for them
         found = [[*found[0], *idle], *found[1:]] if found else [idle]
@@ -324,6 +330,40 @@ def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[
         else:
             pieces.append((trunk + rows, [sample]))
     return pieces
+
+
+def _divide_groups(groups: list[tuple[list[int], int, list[int]]], limit: int, whole: int) -> list[list[int]]:
+    """Assign samples to fewer than ``whole`` micro-batches of similar size, in order, where a group may be in two of them; [] if that is not
+    possible, or if computing prompts twice would add more than ``_TWICE`` of the rows."""
+    found = _fill_in_order(groups, limit)
+    rows = sum(trunk + sum(own) for _, trunk, own in groups)
+    if len(found) >= whole or sum(used for used, _ in found) > rows * (1 + _TWICE):
+        return []
+    similar = _fill_in_order(groups, limit, len(found))
+    return [sorted(samples) for _, samples in (similar if len(similar) == len(found) else found)]
+
+
+def _fill_in_order(
+    groups: list[tuple[list[int], int, list[int]]], limit: int, count: int = 0
+) -> list[tuple[int, list[int]]]:
+    """Fill one micro-batch after the other with samples, up to ``limit`` rows or, with ``count``, to an equal share of the rows that are left;
+    returns (rows, samples) of each. Each micro-batch computes the prompts of its samples."""
+    bins: list[tuple[int, list[int]]] = [(0, [])]
+    left = sum(trunk + sum(own) for _, trunk, own in groups)
+    share = left / count if count else limit
+    for members, trunk, own in groups:
+        here = 0  # the number of the micro-batch that has this group's prompt
+        for sample, rows in zip(members, own, strict=True):
+            used, held = bins[-1]
+            cost = rows + (0 if here == len(bins) else trunk)
+            if held and (used >= share or used + cost > limit):
+                left -= used
+                share = left / max(count - len(bins), 1) if count else limit
+                bins.append((trunk + rows, [sample]))
+            else:
+                bins[-1] = used + cost, [*held, sample]
+            here = len(bins)
+    return bins
 
 
 def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:

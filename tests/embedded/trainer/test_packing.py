@@ -177,6 +177,26 @@ def test_groups_stay_together_while_they_fit():
     assert torch.equal(collate(samples).select(split(collate(samples))[0]).tokens, collate(samples).tokens)
 
 
+def make_groups(count, prompt, responses):
+    return collate(
+        [
+            Sample(tokens=[*range(prompt), *[i] * n], response_length=n, group_index=g, index=len(responses) * g + i)
+            for g in range(count)
+            for i, n in enumerate(responses)
+        ]
+    )
+
+
+def test_groups_are_divided_where_that_needs_fewer_micro_batches_and_few_more_rows():
+    batch = make_groups(8, 4, [33] * 4)  # 4 + 4 * 32 rows each, so that a micro-batch of 200 would hold one group
+    found = split(batch, max_tokens=200)
+    rows = [len(pack(batch.select(samples)).rows) for samples in found]
+    assert len(found) == 6 and max(rows) <= 200 and min(rows) > 150 and sum(rows) == 8 * 132 + 4 * 4
+    assert [i for samples in found for i in samples] == list(range(32))
+    long = make_groups(8, 100, [33] * 4)  # dividing a group would compute its 100 rows again
+    assert split(long, max_tokens=350) == [[4 * g, 4 * g + 1, 4 * g + 2, 4 * g + 3] for g in range(8)]
+
+
 def test_micro_batches_are_of_similar_size_if_that_needs_no_more_of_them():
     def sizes(lengths, limit):
         samples = [
