@@ -32,6 +32,7 @@ _SIZES, _CUT = (0.9, 0.97, 1.0), 2.0
 _END = 1 / 3
 #: Fewest tokens whose errors are compared.
 FEWEST = 32
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ def compare(
 
 def expected_errors(tokens: int, scale: float) -> np.ndarray:
     """Return the quantiles of Student's distribution with two degrees of freedom, [tokens]: errors of the size ``scale`` with a heavy tail
-    for the tokens that are routed to other experts. The signs alternate."""
-    u = (np.arange(tokens) + 0.5) / max(tokens, 1)
+    for the tokens that are routed to other experts. Every stretch of them has quantiles of all sizes. The signs alternate."""
+    spread = np.arange(tokens) * _GOLDEN % 1  # multiples of it fill the interval evenly
+    u = (spread.argsort().argsort() + 0.5) / max(tokens, 1)
     return scale * u * np.sqrt(2 / (1 - u**2)) * (-1.0) ** np.arange(tokens)
 
 

@@ -75,6 +75,17 @@ def test_without_a_reference_the_declared_errors_are_allowed():
     assert not compare([scores() + FLOOR / 2], [scores()], own=0.0).find_excess()
 
 
+def test_without_a_reference_every_stretch_of_a_long_sequence_may_have_the_declared_errors():
+    """The expected errors were in the order of their sizes, so the first stretch of a sound engine's long sequence was refused."""
+    draw = np.random.default_rng(0)
+    for tokens in (128, 250, 1000):
+        trainer = [-draw.exponential(2, tokens) for _ in range(3)]
+        engine = [row + draw.normal(0, 0.025, tokens) for row in trainer]
+        assert compare(engine, trainer, None, 0.04).find_excess() == []
+        engine[1][64:128] += 0.3  # a stretch that is wrong is still found
+        assert compare(engine, trainer, None, 0.04).find_excess()
+
+
 def test_errors_below_the_floor_are_not_judged():
     """With a format that rounds inputs, one code that tips on one side changes many tokens after it."""
     tipped = np.where(np.arange(TOKENS) < 64, 0.01, 0.0)
