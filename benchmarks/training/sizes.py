@@ -2,7 +2,8 @@
 
 The models have random BF16 weights in all of their layers; 32 prompts of 64 tokens x 8 samples of up to 256 tokens, one optimiser step. Each
 setting is a run of ``miles train`` of its own (two processes or more with two GPUs); its first step, which compiles, does not count.
-``share_of_peak`` is 6 operations per parameter and token of the training phase over 989 TFLOP/s per GPU, attention not counted.
+``share_of_peak`` is 6 operations per parameter and token of the training phase (4 with a frozen base, whose weights need no gradient) over
+989 TFLOP/s per GPU, attention not counted.
 ``peak_gb`` is the device memory in use as the driver reports it, per GPU, so it counts what PyTorch reserves without using it.
 
     python benchmarks/training/sizes.py --settings 4b-embedded 8b-lora --save
@@ -135,7 +136,7 @@ def measure(given: argparse.Namespace, name: str, scratch: Path) -> dict[str, An
         "parameters": parameters,
         "medians": medians,
         "tokens_per_second_and_gpu": round(tokens / medians["time/step"] / gpus, 1),
-        "share_of_peak": round(6 * parameters * tokens / medians["time/train"] / gpus / PEAK, 3),
+        "share_of_peak": round((4 if "lora" in setting.plugins else 6) * parameters * tokens / medians["time/train"] / gpus / PEAK, 3),
         "peak_gb": memory.peak_gb,
         "planned_gb": [
             float(n) for n in re.findall(r"^  (?:trainer|engine).* ([\d.]+) +[\d.]+$", planned.stdout, re.MULTILINE)
