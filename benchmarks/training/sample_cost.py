@@ -3,7 +3,7 @@
 The engine answers at once with prepared tokens and the trainer's steps compute nothing, so a step consists of the driver's own work: prompts,
 requests, checks of responses, transcript, reward, groups, batch, advantages, metrics and saving. A sample has 64 + 256 tokens in groups of 8;
 the reward is ``exact``. A timer of the process's own time finds the stage of the innermost frame that belongs to one (``STAGES``);
-``around_engine`` is the sum of all stages but ``engine`` (the prepared answers), ``saving`` and ``other threads``. ``--profile`` prints
+``around_engine`` is the sum of all stages but ``engine`` (the prepared answers), ``sync``, ``saving`` and ``other threads``. ``--profile`` prints
 cProfile's table on standard error instead. The last line is one JSON object.
 
     python benchmarks/training/sample_cost.py --samples 256 4096
@@ -44,11 +44,13 @@ STAGES = {
     "reward": ["miles_core/reward/"],
     "groups": ["miles_core/rollout/collect.py", "miles_core/schedule/", "miles_core/run/"],
     "batch": ["miles_core/data/batch.py", "miles_core/train/data_shard.py"],
+    "sync": ["miles_core/sync/", "miles_core/train/rank.py", "miles_formats/", "miles_embedded/"],
     "advantages": ["miles_core/train/", "miles_core/algorithm/"],
     "metrics": ["miles_core/observe/", "rollout_metrics"],
     "saving": ["miles_tools/samples/"],
     "loop": ["miles_core/loop.py", "asyncio/"],
 }
+NOT_AROUND = ("engine", "sync", "saving", "other threads")
 
 
 def main() -> None:
@@ -90,11 +92,12 @@ def measure(samples: int, given: argparse.Namespace, model: Path, directory: Pat
         train.run([*flags.split(), "--prompt-data", str(write_prompts(directory, samples // GROUP))])
     finally:
         loop.step = original
+        signal.setitimer(signal.ITIMER_PROF, 0)
     each = [1e6 * s / samples for s in seconds[WARM_UP:]]
     if meter.profiler is not None:
         pstats.Stats(meter.profiler, stream=sys.stderr).sort_stats("tottime").print_stats(60)
     stages = {name: round(statistics.fmean(each) * n / meter.stages.total(), 2) for name, n in meter.stages.most_common()}
-    around = sum(stages.values()) - sum(stages.get(name, 0) for name in ("engine", "saving", "other threads"))
+    around = sum(stages.values()) - sum(stages.get(name, 0) for name in NOT_AROUND)
     return {
         "around_engine": round(around, 1),
         "whole_step": round(statistics.median(each), 1),
@@ -116,19 +119,24 @@ class Meter:
     """Counts the stage of the main thread every few milliseconds of processor time, or profiles, while it is entered."""
 
     def __init__(self, profiler: cProfile.Profile | None) -> None:
-        self.profiler, self.stages = profiler, Counter[str]()
-        signal.signal(signal.SIGPROF, lambda _, frame: self.stages.update([find_stage(frame)]))
+        self.profiler, self.entered, self.stages = profiler, False, Counter[str]()
+        if profiler is None:  # always running: the first interval would hide the begin of every step
+            signal.signal(signal.SIGPROF, lambda _, frame: self._count(frame))
+            signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
 
     def __enter__(self) -> None:
+        self.entered = True
         if self.profiler is not None:
             self.profiler.enable()
-        else:
-            signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        self.entered = False
         if self.profiler is not None:
             self.profiler.disable()
+
+    def _count(self, frame: Any) -> None:
+        if self.entered:
+            self.stages[find_stage(frame)] += 1
 
 
 def find_stage(frame: Any) -> str:
