@@ -96,7 +96,9 @@ def measure(samples: int, given: argparse.Namespace, model: Path, directory: Pat
     each = [1e6 * s / samples for s in seconds[WARM_UP:]]
     if meter.profiler is not None:
         pstats.Stats(meter.profiler, stream=sys.stderr).sort_stats("tottime").print_stats(60)
-    stages = {name: round(statistics.fmean(each) * n / meter.stages.total(), 2) for name, n in meter.stages.most_common()}
+    stages = {
+        name: round(statistics.fmean(each) * n / meter.stages.total(), 2) for name, n in meter.stages.most_common()
+    }
     around = sum(stages.values()) - sum(stages.get(name, 0) for name in NOT_AROUND)
     return {
         "around_engine": round(around, 1),

@@ -112,6 +112,7 @@ def _to_reward(rule: Rule) -> Reward:
     async def reward(args: Any, sample: Sample) -> float:
         return rule(sample.response, sample.label)
 
+    reward.rule = rule  # type: ignore[attr-defined]  # see ``RewardFunction``
     return reward
 
 
