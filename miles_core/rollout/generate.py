@@ -142,12 +142,12 @@ class EngineRequests:
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            context, rest = tokens[:], sampling
+            generated, rest = join_columns(part.tokens for part in parts), sampling
             if parts:
-                generated = join_columns(part.tokens for part in parts)
-                context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
-            request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
+            request = Request(
+                tokens + generated, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media
+            )
             response = await self._send(engine, request)
             if response.finish == "abort" and not can_continue(response, request):
                 fruitless += 1
