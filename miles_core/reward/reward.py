@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
@@ -92,12 +93,14 @@ class RewardFunction:
     async def __call__(self, args: Any, scored: Any) -> Any:
         if self.rule is not None:
             return self.rule(scored.response, scored.label)
+        own = Namespace()  # the function may change its options
+        own.__dict__.update(vars(args))
         loop = asyncio.get_running_loop()
         limit = self._limits.get(loop) or self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency))
         async with limit:
             if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self.function, args, scored)
-            return await self.function(args, scored)
+                return await loop.run_in_executor(self._pool, self.function, own, scored)
+            return await self.function(own, scored)
 
 
 def _scope(function: Any, who: str) -> Scope:

@@ -348,18 +348,13 @@ class LocalProducer(Producer):
             if left := [task for task in tasks if task.cancel()]:  # those that are not done
                 await asyncio.gather(*left, return_exceptions=True)
         if not self.score.by_sample:
-            await self._score(group, evaluation)
+            await self.score(group, evaluation)
         return group
 
     async def _generate_scored(self, generator: Generator, evaluation: bool, sample: Sample) -> list[Sample]:
         made = await generator.generate(sample)
-        await self._score(made, evaluation)
+        await self.score(made, evaluation)
         return made
-
-    async def _score(self, samples: list[Sample], evaluation: bool) -> None:
-        usable = [s for s in samples if s.status is not Status.FAILED]
-        if usable and (evaluation or not any(s.status is Status.ABORTED for s in usable)):
-            await self.score(usable)
 
     async def abort(self, samples: Collection[int]) -> None:
         await self.training.abort(samples)
