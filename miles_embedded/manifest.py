@@ -330,7 +330,7 @@ plugin = Plugin(
         "engine": {"embedded": "miles_embedded.engine.build:make_engine"},
         "trainer": {"embedded": "miles_embedded.trainer.build:make_trainer"},
         "head": {"linear": "miles_embedded.model.value_head:make_head"},
-        "decoder": {"plain": "miles_embedded.engine.decoder:make_decoder"},
+        "decoder": {"plain": "miles_embedded.engine.decoder:PlainDecoder"},
         "media": {"transformers": "miles_embedded.model.image_processor:make_expand"},
     },
     capabilities={

@@ -19,7 +19,7 @@ from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError, first_line
-from miles_core.rollout.queue import FILE, NO_LIMITS, Prompt, PromptQueue, encode_prompt, open_prompts
+from miles_core.rollout.queue import FILE, NO_LIMITS, Prompt, PromptQueue, RenderRows, encode_prompt, open_prompts
 
 #: Attributes of a ``RowPrompt`` that are read from the file.
 _READ = ("text", "tokens", "label", "metadata")
@@ -88,7 +88,7 @@ class RowQueue(PromptQueue):
         digest: digest of the rows of prompt files; "" if prompts have another source.
     """
 
-    def __init__(self, source: PromptSource, render: Callable[[Row], list[int] | None], *names: str) -> None:
+    def __init__(self, source: PromptSource, render: RenderRows, *names: str) -> None:
         self._files = source if isinstance(source, Prompts) else None
         self._kept: list[int] = []
         self._encode = render
@@ -99,11 +99,10 @@ class RowQueue(PromptQueue):
         super().load_state(state)
         self.waiting.extend(share_prompts([self.waiting.popleft() for _ in range(len(self.waiting))]))
 
-    def _render(self, row: Row) -> list[int] | None:
-        tokens = self._encode(row)
-        if tokens is not None:
-            self._kept.append(row.index)
-        return tokens
+    def _render(self, rows: Sequence[Row]) -> list[list[int] | None]:
+        encoded = self._encode(rows)
+        self._kept += [row.index for row, tokens in zip(rows, encoded, strict=True) if tokens is not None]
+        return encoded
 
     def _render_rows(self, count: int) -> list[Prompt]:
         files, self._kept = self._files, []
@@ -120,7 +119,7 @@ class RowQueue(PromptQueue):
     def _read(self, row: int) -> Prompt:
         assert self._files is not None
         found = self._files.row(row)
-        tokens = self._encode(found)
+        [tokens] = self._encode([found])
         assert tokens is not None  # rows that are left out get no number
         return Prompt.of(found, tokens, 0)
 

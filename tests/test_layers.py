@@ -47,7 +47,7 @@ LAYERS: list[dict[str, str]] = [
         "contracts": "errors data plugin config observe checkpoint algorithm precision",
     },
     {
-        "reward": "errors text data contracts",
+        "reward": "errors text data",
     },
     {
         "sync": "errors data precision contracts",

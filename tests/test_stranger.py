@@ -366,7 +366,7 @@ from miles_core.plugin import InlineRuntime
 from miles_core.rollout.function import SingleTurn
 from miles_core.rollout.queue import open_prompts
 from miles_core.schedule.sync import SyncSchedule
-from miles_core.sync.push import make_transport
+from miles_core.sync.push import CopyTransport
 from miles_core.train.adamw import make_optimizer
 
 KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",
@@ -405,7 +405,7 @@ def decoder(run):
 
 def transport(run, policy, engine):
     note(run, "transport")
-    return make_transport(engine)
+    return CopyTransport(engine)
 
 
 def schedule(run, collector, parts):

@@ -129,13 +129,11 @@ class Response:
         """Describe the first value that is invalid as a response to ``request``; "" if there is none."""
         if not (type(self.tokens) is type(self.log_probs) is Column):
             self.__post_init__()  # an engine may have set a list
-        for name, value, kind in (
-            ("tokens", self.tokens, Column),
-            ("log_probs", self.log_probs, Column),
-            ("weight_versions", self.weight_versions, list),
-        ):
-            if not isinstance(value, (list, kind)):
-                return f"{name} that are {describe(value)}; expected a list"
+            for name in ("tokens", "log_probs"):
+                if not isinstance(value := getattr(self, name), (list, Column)):
+                    return f"{name} that are {describe(value)}; expected a list"
+        if not isinstance(self.weight_versions, list):
+            return f"weight_versions that are {describe(self.weight_versions)}; expected a list"
         count, most = len(self.tokens), request.sampling.max_new_tokens
         if count > most:
             return f"{count} tokens; the request allows max_new_tokens {most}"

@@ -83,6 +83,8 @@ def are_columns(values: Sequence[Any]) -> bool:
 def as_column(values: Any, typecode: str) -> Any:
     """Convert a list, a tuple or a numpy array [n] of numbers. Other values, and those that do not fit the type, are returned as they are:
     the check of their owner describes them."""
+    if type(values) is Column:
+        return values
     if type(values) not in (list, tuple):
         fits = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in _KINDS[typecode]
         return Column.of(values, typecode) if fits else values

@@ -353,6 +353,8 @@ _ABSENT: Any = object()
 
 def find_column(key: str, columns: Container[str]) -> str:
     """Return the column that ``key`` names: the key itself, or of ``a.b.c`` the longest of ``a.b`` and ``a`` that is a column."""
+    if key in columns:
+        return key
     heads = accumulate(key.split("."), "{}.{}".format)
     return next((head for head in reversed([*heads]) if head in columns), key)
 

@@ -208,8 +208,14 @@ class Sample:
         made = object.__new__(type(self))
         prompt = self.prompt if isinstance(self.prompt, str) else copy.deepcopy(self.prompt)
         metadata = copy.deepcopy(self.metadata) if self.metadata else {}
-        own = {"prompt": prompt, "metadata": metadata, "tokens": self.tokens[:], "weight_versions": [], "fields": {}}
-        made.__dict__.update(self.__dict__ | own, index=index)
+        own = {
+            "prompt": prompt,
+            "metadata": metadata,
+            "tokens": copy.copy(self.tokens),
+            "weight_versions": [],
+            "fields": {},
+        }
+        made.__dict__.update(self.__dict__, **own, index=index)
         return made
 
     @classmethod

@@ -48,16 +48,16 @@ class ProbePrompt(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-def probe_prompts(run: Run, count: int = PROMPTS) -> list[ProbePrompt]:
-    """Return the first ``count`` prompts of the run's data, or ``PLAIN_PROMPTS`` if it has none."""
+def probe_prompts(run: Run) -> list[ProbePrompt]:
+    """Return the first ``PROMPTS`` prompts of the run's data, or ``PLAIN_PROMPTS`` if it has none."""
     if not run.config.data.prompt_data or run.config.data.prompts != "file":
-        return [ProbePrompt(run.tokenizer(text)["input_ids"]) for text in PLAIN_PROMPTS[:count]]
-    rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(count)
+        return [ProbePrompt(run.tokenizer(text)["input_ids"]) for text in PLAIN_PROMPTS[:PROMPTS]]
+    rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(PROMPTS)
     longest = run.config.rollout.max_context_len or run.plan.fact("model.context")
     made = [ProbePrompt(run.render(row.prompt, media=row.media), row.media) for row in rows]
     fitting = [p for p in made if longest is None or len(p.tokens) < longest]
     if not fitting:
-        raise ConfigError(f"none of the first {count} prompts leaves room in the context of {longest} tokens")
+        raise ConfigError(f"none of the first {PROMPTS} prompts leaves room in the context of {longest} tokens")
     return fitting
 
 

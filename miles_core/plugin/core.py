@@ -75,19 +75,19 @@ CORE = Plugin(
     fields=CORE_FIELDS,
     provides={
         "schedule": {
-            "sync": "miles_core.defaults:make_sync_schedule",
+            "sync": "miles_core.defaults:SyncSchedule",
             "ahead": "miles_core.defaults:make_ahead_schedule",
             "async": "miles_core.defaults:make_async_schedule",
         },
         "runtime": {"inline": "miles_core.defaults:make_inline_runtime"},
-        "generate": {"turn": "miles_core.defaults:make_turn"},
+        "generate": {"turn": "miles_core.defaults:SingleTurn"},
         "reward": {
             "exact": "miles_core.defaults:make_exact",
             "boxed": "miles_core.defaults:make_boxed",
             "f1": "miles_core.defaults:make_f1",
         },
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.defaults:make_adamw"),
-        "transport": {"copy": "miles_core.defaults:make_copy_transport"},
+        "transport": {"copy": "miles_core.defaults:CopyTransport"},
         "check": {
             "weights_arrived": "miles_core.defaults:make_weights_check",
             "first_sync": "miles_core.defaults:make_first_sync_check",

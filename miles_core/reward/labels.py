@@ -24,6 +24,8 @@ def answers_of(label: Any) -> list[Answer]:
         DataError: there is none, or a value is of a type that no response equals, such as a mapping. The message is a sentence about
             the label, without its row.
     """
+    if isinstance(label, str) and label.strip():
+        return [label]
     check_label(label)
     several = isinstance(label, list | tuple | set | frozenset) or getattr(label, "ndim", 0) > 0
     answers = [_answer(item, label) for item in (label if several else [label]) if item is not None]
@@ -44,7 +46,8 @@ def is_match(text: str, answer: Answer) -> bool:
         return text.strip().lower() == str(answer).lower()
     if isinstance(answer, Decimal):
         return read_number(text) == answer
-    return text.split() == answer.split()
+    words = answer.split()
+    return text.split(None, len(words)) == words
 
 
 def read_number(text: str) -> Decimal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
@@ -67,6 +68,7 @@ class RewardFunction:
         how: ``async``: awaited; ``thread``: called in threads, because it may block (several calls run concurrently).
         concurrency: maximum number of concurrent calls in an event loop.
         scope: the declared scope, from ``group_reward`` or the function's attribute ``scope``.
+        rule: the function's attribute ``rule``, ``rule(response, label) -> float``: computes the same reward without waiting; None if it has none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class RewardFunction:
             raise ConfigError(f"reward concurrency is {concurrency}; at least one call must be allowed")
         self.function, self.name, self.origin, self.how, self.concurrency = function, name, origin, how, concurrency
         self.scope = _scope(function, f"the reward function {name} ({origin})")
+        self.rule: Callable[[str, Any], float] | None = getattr(function, "rule", None)
         if not isinstance(function, UserFunction):
             self.function = UserFunction(function, name, origin, how == "async")
         # Threads start on demand. The default executor has too few threads for calls that mostly wait.
@@ -88,12 +91,16 @@ class RewardFunction:
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def __call__(self, args: Any, scored: Any) -> Any:
+        if self.rule is not None:
+            return self.rule(scored.response, scored.label)
+        own = Namespace()  # the function may change its options
+        own.__dict__.update(vars(args))
         loop = asyncio.get_running_loop()
         limit = self._limits.get(loop) or self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency))
         async with limit:
             if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self.function, args, scored)
-            return await self.function(args, scored)
+                return await loop.run_in_executor(self._pool, self.function, own, scored)
+            return await self.function(own, scored)
 
 
 def _scope(function: Any, who: str) -> Scope:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
 from miles_core.reward.labels import answers_of, is_match, text_of
 from miles_core.reward.reward import compares_label
@@ -93,27 +92,14 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-def make_exact(run: Run) -> Reward:
-    """Create the reward ``exact``."""
-    return _to_reward(exact)
+def _provider(rule: Rule) -> Callable[[], Reward]:
+    """Make the provider of a reward that is ``rule``."""
 
-
-def make_boxed(run: Run) -> Reward:
-    """Create the reward ``boxed``."""
-    return _to_reward(boxed)
-
-
-def make_f1(run: Run) -> Reward:
-    """Create the reward ``f1``."""
-    return _to_reward(f1)
-
-
-def _to_reward(rule: Rule) -> Reward:
     async def reward(args: Any, sample: Sample) -> float:
         return rule(sample.response, sample.label)
 
-    return reward
+    reward.rule = rule  # type: ignore[attr-defined]  # see ``RewardFunction``
+    return compares_label(lambda: reward, answers_of)
 
 
-for _provider in (make_exact, make_boxed, make_f1):
-    compares_label(_provider, answers_of)
+make_exact, make_boxed, make_f1 = _provider(exact), _provider(boxed), _provider(f1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -243,20 +242,18 @@ class Scorer:
         self.by_sample = all(function.scope == "sample" for function in (reward_of.values() if reward_of else [reward]))
         self._options = run.config.args
 
-    async def __call__(self, samples: list[Sample]) -> None:
-        """Set the rewards of samples of one group, of all of them unless ``by_sample``."""
+    async def __call__(self, samples: list[Sample], evaluation: bool = False) -> None:
+        """Set the rewards of samples of one group that did not fail, of all of them unless ``by_sample``. If one was aborted, only an
+        ``evaluation`` scores them."""
+        usable = [s for s in samples if s.status is not Status.FAILED]
+        if not usable or not (evaluation or all(s.status is not Status.ABORTED for s in usable)):
+            return
         if not self.reward_of:
-            await score(samples, self.reward, self._copy_options())
+            await score(usable, self.reward, self._options)
             return
         for policy in self.run.policies:
-            if policy.role == "train" and (mine := self.run.select_policy(policy, [samples])):
-                await score(mine, self.reward_of[policy.name], self._copy_options())
-
-    def _copy_options(self) -> Namespace:
-        """Return the options, which a reward function may change, as an object of its own."""
-        copied = Namespace()
-        copied.__dict__.update(self._options.__dict__)
-        return copied
+            if policy.role == "train" and (mine := self.run.select_policy(policy, [usable])):
+                await score(mine, self.reward_of[policy.name], self._options)
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.collect import by_policy, reward_parts
 from miles_core.rollout.keys import FIRST_EVALUATION
-from miles_core.rollout.queue import Prompt
+from miles_core.rollout.queue import Prompt, RenderRows
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import Producer
-    from miles_core.data.prompt_source import PromptSource, Row
+    from miles_core.data.prompt_source import PromptSource
     from miles_core.observe.progress import Progress
     from miles_core.rollout.collect import Group
 
@@ -38,7 +37,7 @@ class Evaluator:
     Args:
         run: for configuration and hooks.
         sets: finite data sets by name; an unnamed data set has the name "".
-        render: row -> token ids, or None to skip the row.
+        render: see ``RenderRows``; rows with None are skipped.
         producer: generates and scores the samples of a prompt.
         progress: display that advances with each finished group; None while it shows something else.
     """
@@ -47,7 +46,7 @@ class Evaluator:
         self,
         run: Run,
         sets: dict[str, PromptSource],
-        render: Callable[[Row], list[int] | None],
+        render: RenderRows,
         producer: Producer,
         progress: Progress | None,
     ) -> None:
@@ -84,8 +83,9 @@ class Evaluator:
         source, count = self.sets[name], self.run.config.evaluation.n_samples
         source.load_state(self._starts[name])
         groups: list[Group] = []
-        for number, row in enumerate(source.next(source.length or 0)):
-            if (tokens := self.render(row)) is None:
+        rows = source.next(source.length or 0)
+        for number, (row, tokens) in enumerate(zip(rows, self.render(rows), strict=True)):
+            if tokens is None:
                 continue
             groups.append([*Prompt.of(row, tokens, number).samples(count)])
             for i, sample in enumerate(groups[-1]):

@@ -215,11 +215,6 @@ class SingleTurn(RolloutFunction):
         return sample
 
 
-def make_turn() -> SingleTurn:
-    """The provider of ``--generate turn``."""
-    return SingleTurn()
-
-
 def to_rollout_function(made: Any, label: str) -> RolloutFunction:
     """Convert the value that a provider of ``--generate`` returned to a rollout function. ``label`` names the provider in messages.
 

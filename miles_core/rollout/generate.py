@@ -142,12 +142,12 @@ class EngineRequests:
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            context, rest = tokens[:], sampling
+            generated, rest = join_columns(part.tokens for part in parts), sampling
             if parts:
-                generated = join_columns(part.tokens for part in parts)
-                context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
-            request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
+            request = Request(
+                tokens + generated, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media
+            )
             response = await self._send(engine, request)
             if response.finish == "abort" and not can_continue(response, request):
                 fruitless += 1
@@ -348,18 +348,13 @@ class LocalProducer(Producer):
             if left := [task for task in tasks if task.cancel()]:  # those that are not done
                 await asyncio.gather(*left, return_exceptions=True)
         if not self.score.by_sample:
-            await self._score(group, evaluation)
+            await self.score(group, evaluation)
         return group
 
     async def _generate_scored(self, generator: Generator, evaluation: bool, sample: Sample) -> list[Sample]:
         made = await generator.generate(sample)
-        await self._score(made, evaluation)
+        await self.score(made, evaluation)
         return made
-
-    async def _score(self, samples: list[Sample], evaluation: bool) -> None:
-        usable = [s for s in samples if s.status is not Status.FAILED]
-        if usable and (evaluation or not any(s.status is Status.ABORTED for s in usable)):
-            await self.score(usable)
 
     async def abort(self, samples: Collection[int]) -> None:
         await self.training.abort(samples)

@@ -47,6 +47,8 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+#: ``render(rows)``: the token ids of each row's prompt, or None to leave the row out.
+RenderRows = Callable[[Sequence[Row]], list[list[int] | None]]
 #: Prompts that are tokenised together.
 _AT_ONCE = 1024
 
@@ -81,21 +83,21 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
 
 def encode_rows(
     render: PromptTemplate, config: Config, limits: Limits, check: Callable[[Row], None] | None = None
-) -> Callable[[Row], list[int] | None]:
-    """Return the function row -> token ids of its prompt, or None if the prompt is longer than ``--rollout-max-prompt-len``. Rows that were
-    not examined before the run are logged and left out if they are invalid, also by ``check``.
+) -> RenderRows:
+    """Return the function that renders rows. The result is None for a prompt that is longer than ``--rollout-max-prompt-len``, and for an
+    invalid row (also by ``check``) that was not examined before the run; such rows are logged.
 
     The function raises DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
     """
     longest = config.rollout.max_prompt_len
 
-    def encode(row: Row) -> list[int] | None:
+    def encode(row: Row, text: list[int] | None) -> list[int] | None:
         try:
             if row.fault:
                 raise DataError(row.fault)
             if check is not None and not row.examined:
                 check(row)
-            tokens = encode_prompt(render, row, limits)
+            tokens = encode_prompt(render, row, limits, text)
             if longest is not None and len(tokens) > longest:
                 return None
             if limits.context is not None and len(tokens) >= limits.context:
@@ -110,7 +112,7 @@ def encode_rows(
             log.warning("%s. The row is left out", error)
             return None
 
-    return encode
+    return lambda rows: [*map(encode, rows, render.encode_texts([row.prompt for row in rows]))]
 
 
 def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, label_key: str | None = None) -> Prompts:
@@ -270,7 +272,7 @@ class PromptQueue:
 
     Args:
         source: supplies rows.
-        render: row -> token ids, or None to skip the row.
+        render: see ``RenderRows``; rows with None are skipped.
         kind: name of the source (``--prompts``); ``load_state`` rejects the state of another kind.
         label: names the source in messages.
 
@@ -283,7 +285,7 @@ class PromptQueue:
     def __init__(
         self,
         source: PromptSource,
-        render: Callable[[Row], list[int] | None],
+        render: RenderRows,
         kind: str = "file",
         label: str = "the prompt source",
     ) -> None:
@@ -315,8 +317,8 @@ class PromptQueue:
                 "miles_core.data.Row, each with a text or a list of messages as prompt and a dict as metadata"
             )
         made = []
-        for row in rows:
-            if (tokens := self.render(row)) is not None:
+        for row, tokens in zip(rows, self.render(rows), strict=True):
+            if tokens is not None:
                 made.append(Prompt.of(row, tokens, self._number()))
                 self._left_out_since = 0
                 continue

@@ -278,13 +278,14 @@ class Transcript:
 def add_response(sample: Sample, response: Response, declared: Sequence[Field]) -> Sample:
     """Complete a pending sample, which is its prompt, with a whole response: the result of ``fill`` for a sample of one turn."""
     prompt = sample.tokens
-    sample.tokens, sample.response_length, sample.response = (
-        prompt + response.tokens,
-        len(response.tokens),
-        response.text,
+    sample.__dict__.update(  # all of them are columns already
+        tokens=prompt + response.tokens,
+        response_length=len(response.tokens),
+        response=response.text,
+        rollout_log_probs=response.log_probs,
+        status=_STATUS[response.finish],
+        weight_versions=[(len(prompt) + i, version) for i, version in response.weight_versions],
     )
-    sample.rollout_log_probs, sample.status = response.log_probs[:], _STATUS[response.finish]
-    sample.weight_versions = [(len(prompt) + i, version) for i, version in response.weight_versions]
     for spec in declared:
         if response.extras.get(spec.name) is not None:
             turn = Turn(None, prompt, response, sample.policy, len(prompt))

@@ -23,7 +23,7 @@ from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
 from miles_core.rollout.function import TURN, check_roles, to_rollout_function
 from miles_core.rollout.generate import Functions, LocalProducer
-from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
+from miles_core.rollout.queue import FILE, Limits, PromptQueue, RenderRows, encode_rows, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.metadata_check import MetadataCheck
@@ -172,7 +172,7 @@ class Inputs:
             stack.push_async_callback(evaluation.close)
             yield schedule, evaluation
 
-    def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
+    def _render(self, run: Run) -> RenderRows:
         return encode_rows(run.render, run.config, self.limits, self._check_row)
 
 

@@ -67,8 +67,3 @@ class SyncSchedule(Schedule):
 
     async def close(self) -> None:
         await self.collector.drop()
-
-
-def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> SyncSchedule:
-    """The provider of ``--schedule sync``."""
-    return SyncSchedule(run, collector, parts)

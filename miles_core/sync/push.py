@@ -122,11 +122,6 @@ class CopyTransport(Transport):
         return SyncReport(version, nbytes, tensors, time.perf_counter() - started)
 
 
-def make_transport(engine: Engine) -> CopyTransport:
-    """Create the transport named ``copy``."""
-    return CopyTransport(engine)
-
-
 #: Checks one policy after a sync; returns metrics, raises a MilesError to stop the run.
 SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
 

@@ -72,11 +72,6 @@ def last_tokens(engine: StepEngine, rows: Sequence[Row]) -> list[list[int]]:
     return [[token] for token in engine.columns.last[: len(rows)].tolist()]
 
 
-def make_decoder() -> PlainDecoder:
-    """Make the decoder named ``plain``."""
-    return PlainDecoder()
-
-
 class AsyncSteps(AsyncScheduling[Shape]):
     """Static steps for decoders that sample one token per row and step."""
 

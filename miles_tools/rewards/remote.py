@@ -27,6 +27,8 @@ from miles_tools.http_client import RETRIABLE, HttpError, check_header, check_ur
 
 ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.5
+#: Seconds for one request, from the connection to the last byte of the response.
+TIMEOUT = 60.0
 #: Maximum bytes of a response: a reward consists of one or a few numbers.
 MAX_ANSWER = 1 << 20
 TOKEN = "MILES_RM_TOKEN"
@@ -38,14 +40,13 @@ class RemoteReward:
 
     Args:
         url: an http or https address (``--rm-url``).
-        timeout: seconds for one request, from the connection to the last byte of the response.
         pause: seconds before the first retry; doubles with each retry.
 
     Raises:
         ConfigError: the address or the token cannot be used, or the address holds a credential.
     """
 
-    def __init__(self, url: str | None, timeout: float = 60.0, pause: float = FIRST_PAUSE_SECONDS) -> None:
+    def __init__(self, url: str | None, pause: float = FIRST_PAUSE_SECONDS) -> None:
         if not url:
             raise ConfigError("--rm-type remote needs --rm-url, the address that answers POST requests")
         if has_credentials(url):
@@ -53,7 +54,7 @@ class RemoteReward:
                 f"--rm-url {redact(url, {})}: a name, password or key in the address would be kept in the run directory; put a token "
                 f"into the environment variable {TOKEN}, or name a variable in the address, as in ?key=${{RM_KEY}}"
             )
-        self.url, self.timeout, self.pause = url, timeout, pause
+        self.url, self.pause = url, pause
         self._address = _VARIABLE.sub(self._variable, url)
         check_url(self._address, "--rm-url")
         self._headers = {"Content-Type": "application/json"}
@@ -78,7 +79,7 @@ class RemoteReward:
     def _post(self, data: bytes) -> bytes:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = exchange(self._address, data, self._headers, self.timeout, MAX_ANSWER)
+                answer = exchange(self._address, data, self._headers, TIMEOUT, MAX_ANSWER)
             except HttpError as error:
                 reason = str(error).replace(self._address, self.url)
                 if not error.retriable:

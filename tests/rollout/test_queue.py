@@ -31,7 +31,7 @@ class Rows(PromptSource):
 
 
 def queue():
-    return PromptQueue(Rows(), lambda row: [ord(row.prompt)])
+    return PromptQueue(Rows(), lambda rows: [[ord(row.prompt)] for row in rows])
 
 
 def test_samples_have_running_numbers_and_their_own_metadata():
@@ -65,13 +65,13 @@ def test_state_goes_through_json_and_back():
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted():
-    prompts = PromptQueue(Rows(), lambda row: None if row.prompt in "bc" else [1])
+    prompts = PromptQueue(Rows(), lambda rows: [None if row.prompt in "bc" else [1] for row in rows])
     assert [p.text for p in prompts.next(3)] == ["a", "d", "e"] and prompts.left_out == 2
     assert [p.group_index for p in prompts.next(1)] == [3]
     with pytest.raises(
         DataError, match="the last 1000 prompts of the source are all longer than --rollout-max-prompt-len"
     ):
-        PromptQueue(Rows(), lambda row: None).next(1)
+        PromptQueue(Rows(), lambda rows: [None] * len(rows)).next(1)
 
 
 @pytest.mark.parametrize("rows", [[], None, [Row("a"), Row("b")], ["a"]])
@@ -81,12 +81,12 @@ def test_a_source_that_returns_something_else_is_named(rows):
     with pytest.raises(
         DataError, match=r"the prompt source: Rows.next\(1\) returned .*expected a list of 1 miles_core.data.Row"
     ):
-        PromptQueue(source, lambda row: [1]).next(1)
+        PromptQueue(source, lambda rows: [[1]] * len(rows)).next(1)
 
 
 def test_a_position_in_another_source_is_refused():
-    state = PromptQueue(Rows(), lambda row: [1], "sums").state()
+    state = PromptQueue(Rows(), lambda rows: [[1]] * len(rows), "sums").state()
     with pytest.raises(
         DataError, match="came from --prompts sums when the checkpoint was saved, and come from file now"
     ):
-        PromptQueue(Rows(), lambda row: [1]).load_state(state)
+        PromptQueue(Rows(), lambda rows: [[1]] * len(rows)).load_state(state)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_core.data.weight_unit import Encoded
-from miles_core.sync.push import make_transport
+from miles_core.sync.push import CopyTransport
 
 
 class Engine:
@@ -32,7 +32,7 @@ def encoded():
 
 def test_everything_arrives_and_stored_bytes_are_counted():
     engine = Engine()
-    report = asyncio.run(make_transport(engine).send(encoded(), 7))
+    report = asyncio.run(CopyTransport(engine).send(encoded(), 7))
     assert engine.taken == ["a.weight", "b.weight"] and engine.version == report.version == 7
     assert (report.nbytes, report.tensors) == (32 + 16 + 6, 3) and report.seconds >= 0
 
@@ -40,7 +40,7 @@ def test_everything_arrives_and_stored_bytes_are_counted():
 def test_a_failure_reaches_the_caller_and_no_version_is_claimed():
     engine = Engine(bad="b.weight")
     with pytest.raises(ValueError, match=r"cannot take b\.weight"):
-        asyncio.run(make_transport(engine).send(encoded(), 1))
+        asyncio.run(CopyTransport(engine).send(encoded(), 1))
     assert engine.version == -1
 
 

@@ -153,7 +153,7 @@ class Tasks(PromptSource):
 
 
 def test_prompts_of_other_sources_are_sent_once_per_group():
-    queue = RowQueue(Tasks(), lambda row: render(row.prompt), "tasks", "the source")
+    queue = RowQueue(Tasks(), lambda rows: [render(row.prompt) for row in rows], "tasks", "the source")
     assert queue.digest == ""
     (prompt,) = queue.next(1)
     group = prompt.samples(8)
@@ -161,6 +161,6 @@ def test_prompts_of_other_sources_are_sent_once_per_group():
     assert [(s.index, s.label) for s in group] == [(i, {"n": 0}) for i in range(8)]
     assert sum(pack_samples(group[:1]).sizes) < 16_000 < sum(pack_samples([*group]).sizes)
     queue.put_back([prompt])
-    restored = RowQueue(Tasks(), lambda row: render(row.prompt), "tasks", "the source")
+    restored = RowQueue(Tasks(), lambda rows: [render(row.prompt) for row in rows], "tasks", "the source")
     restored.load_state(queue.state())
     assert type(restored.next(1)[0].samples(2)) is PendingGroup

@@ -20,7 +20,7 @@ plugin = Plugin(
     hooks={"": "miles_environments.hooks:Environments"},
     provides={
         "prompts": {"environments": "miles_environments.mixture:make_prompts"},
-        "generate": {"environments": "miles_environments.rollout:make_generate"},
+        "generate": {"environments": "miles_environments.rollout:EpisodeLoop"},
         "reward": {
             "environments": "miles_environments.reward:make_reward",
             "unit_tests": "miles_environments.unit_tests:make_reward",

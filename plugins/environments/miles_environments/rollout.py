@@ -21,11 +21,6 @@ from miles_environments.threads import silence
 log = logging.getLogger(__name__)
 
 
-def make_generate(run: Run) -> EpisodeLoop:
-    """Provider of ``--generate environments``."""
-    return EpisodeLoop(run)
-
-
 class EpisodeLoop(RolloutFunction):
     """Rollout function of environments. A task with a single turn is answered once."""
 

@@ -11,7 +11,7 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=RayConfig,
-    provides={"runtime": {"ray": "miles_ray.runtime:make_runtime"}},
+    provides={"runtime": {"ray": "miles_ray.runtime:RayRuntime"}},
     capabilities={"runtime": ("remote", "rollout_workers")},
     packages=(Package("ray", ">=2.50", install="pip install 'ray>=2.50'"),),
     review="miles_ray.review:review",

@@ -175,8 +175,3 @@ def _first_of(places: Iterable[Place]) -> Place:
 def environment(run: Run) -> dict[str, str]:
     """Return the environment variables that the plan sets; they must be set before a process starts."""
     return {s.path.removeprefix("env."): str(s.value) for s in run.plan.sets if s.path.startswith("env.")}
-
-
-def make_runtime(run: Run) -> RayRuntime:
-    """Provider of ``--runtime ray``."""
-    return RayRuntime(run)

@@ -82,7 +82,7 @@ def test_no_response_scores_zero_and_no_label_is_an_error(rule):
 @pytest.mark.parametrize(("make", "scores"), [(make_exact, [1, 0, 0]), (make_boxed, [0, 1, 0]), (make_f1, [1, 0, 0])])
 def test_rewards_score_samples_and_need_labels(make, scores):
     assert make.check_label
-    reward = RewardFunction(make(run=None), "rule", "--rm-type rule", "async")
+    reward = RewardFunction(make(), "rule", "--rm-type rule", "async")
     batch = [Sample(response=text, label="yes", index=10 + i) for i, text in enumerate(["yes", r"\boxed{yes}", ""])]
     asyncio.run(score(batch, reward, SimpleNamespace(reward_key=None)))
     assert [sample.reward for sample in batch] == scores

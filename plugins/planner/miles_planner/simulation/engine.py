@@ -178,7 +178,6 @@ class VirtualEngine:
             group = flight.request.group
             new = flight.done + (0 if group in self._prompts else flight.prompt)
             self._prompts.add(group)
-            self.ledger.prefilled += new
             seconds = new * self.speed.prefill
             self._clock += seconds
             self.busy += seconds

@@ -37,7 +37,6 @@ class Ledger:
 
     Attributes:
         generated: tokens that the engines generated, including those that no step used.
-        prefilled: tokens that they computed keys and values for.
         running: requests that are decoded now, all engines.
         over_time: ``running`` over time.
     """
@@ -45,7 +44,7 @@ class Ledger:
     def __init__(self, lengths: Lengths, unit: int) -> None:
         self.lengths, self.unit = lengths, unit
         self.progress: dict[int, float] = {}
-        self.generated = self.prefilled = 0.0
+        self.generated = 0.0
         self.running = 0
         self.over_time = Timeline()
         self._responses: dict[int, int] = {}

@@ -18,7 +18,7 @@ plugin = Plugin(
     config=SimulationConfig,
     provides={
         "runtime": {NAME: f"{_HERE}:make_runtime"},
-        "prompts": {NAME: f"{_HERE}:make_prompts"},
+        "prompts": {NAME: f"{_HERE}:EndlessPrompts"},
         "reward": {NAME: f"{_HERE}:make_reward"},
     },
     capabilities={"runtime": ("remote",)},

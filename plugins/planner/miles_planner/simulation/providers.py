@@ -38,11 +38,6 @@ class EndlessPrompts(PromptSource):
         self.count = int(state["count"])
 
 
-def make_prompts(run: Run) -> EndlessPrompts:
-    """The provider of the prompts."""
-    return EndlessPrompts()
-
-
 def make_reward(run: Run) -> Callable[[Any, Any], Awaitable[float]]:
     """The provider of the reward: it takes time, and differs within a group."""
     options: SimulationConfig = run.config.plugin(NAME)
