@@ -56,6 +56,7 @@ def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], fact
     """
     because = {name: why for name, why in requested.items() if name in manifests and name != "core"}
     problems = [_unknown_plugin(name, why, manifests) for name, why in requested.items() if name not in because]
+    because |= {name: why for name, why in _find_selected(facts, manifests) if name not in because}
     sets: tuple[Setting, ...] = ()
     for _ in range(_ROUNDS):
         active = {**{name: manifests[name] for name in because}, "core": CORE}
@@ -120,9 +121,7 @@ def derive(
     return derived.with_facts(_hide_driver_gpu(derived, manifests))
 
 
-def _capability_facts(
-    active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], facts: Facts
-) -> Iterator[Fact]:
+def _capability_facts(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], facts: Facts) -> Iterator[Fact]:
     """Yield, for every declared capability, whether an active plugin uses it and whether the selected backend has it."""
     for kind in BACKENDS:
         selected = facts.value(kind)

@@ -238,5 +238,8 @@ class Plugin:
     @cached_property
     def _declared(self) -> dict[str, dict[str, Capability]]:
         """Kind -> name -> capability."""
-        made = {kind: [c if isinstance(c, Capability) else Capability(c) for c in given] for kind, given in self.capabilities.items()}
+        made = {
+            kind: [c if isinstance(c, Capability) else Capability(c) for c in given]
+            for kind, given in self.capabilities.items()
+        }
         return {kind: {c.name: c for c in capabilities} for kind, capabilities in made.items()}
