@@ -9,6 +9,7 @@ section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -103,13 +104,24 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
 
 
 def peak(a: Architecture, s: Sizes, w: Work) -> float:
-    """Return the bytes of the stage that needs most, as ``memory`` but faster for long pipelines.
+    """Return the bytes of the stage that needs most, as ``memory`` but faster for long pipelines."""
+    return max(_totals(a, s, w))
+
+
+def fits(a: Architecture, s: Sizes, w: Work, budget: float) -> bool:
+    """Whether no stage needs more than ``budget`` bytes."""
+    return all(total <= budget for total in _totals(a, s, w))
+
+
+def _totals(a: Architecture, s: Sizes, w: Work) -> Iterator[float]:
+    """Yield the bytes of each stage that may need most.
 
     Of several stages with equally many layers of each kind, the first has the most micro-batches in flight."""
     chosen: dict[tuple[int, int, bool], int] = {}
     for number, (dense, sparse) in enumerate(_kinds(a.sparse, tuple(s.stages(a.layers)))):
         chosen.setdefault((dense, sparse, 0 < number == s.pp - 1), number)
-    return max(_stage(a, s, w, number, dense, sparse).total for (dense, sparse, _), number in chosen.items())
+    for (dense, sparse, _), number in chosen.items():
+        yield _stage(a, s, w, number, dense, sparse).total
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from typing import Any
 from miles_core.plugin import CheckpointError, Facts
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
-from miles_megatron.memory import Work, peak
+from miles_megatron.memory import Work, fits, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, sizes_of
 from miles_megatron.usage import change_sizes, usages_of
 from miles_megatron.work import work_of
@@ -109,11 +109,11 @@ def _cheapest(
     a: Architecture, s: Sizes, savings: Sequence[tuple[dict[str, Any], Work]], budget: float
 ) -> tuple[Work, dict[str, Any]] | None:
     """Return the work with the first savings under which every stage fits, and their options; None if none suffices."""
-    if peak(a, s, savings[-1][1].split_over(s)) > budget:
+    if not fits(a, s, savings[-1][1].split_over(s), budget):
         return None
     for options, saved in savings:
         work = saved.split_over(s)
-        if peak(a, s, work) <= budget:
+        if fits(a, s, work, budget):
             return work, options
     return None
 
