@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Marks around reasoning: of model families, of common prompts, and gpt-oss's text without its special tokens.
-_NAMES = "(?:seed:)?think|thinking|thought|reasoning"
-_BEGIN = re.compile(rf"\s*(?:<(?:{_NAMES})>|\[THINK\])")
-_END = re.compile(rf"</(?:{_NAMES})>|\[/THINK\]|(?<=\S)assistantfinal")
 #: Longest text of a malformed call that is repeated to the model.
 SHOWN = 200
 
@@ -126,14 +121,3 @@ def split_reasoning(text: str, open_: bool = False) -> tuple[str, str]:
     if open_ or text.lstrip().startswith("<think>"):  # the answer ended inside the reasoning
         return text.strip().removeprefix("<think>").strip(), ""
     return "", text
-
-
-def strip_reasoning(text: str) -> str:
-    """Return what an answer says after its reasoning: all of it if it has none, nothing if its reasoning does not end.
-
-    For rewards: it knows more marks than ``split_reasoning``, which reads the format of chat templates.
-    """
-    ends = [mark.end() for mark in _END.finditer(text)]
-    if ends:
-        return text[ends[-1] :]
-    return "" if _BEGIN.match(text) else text

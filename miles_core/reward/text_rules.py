@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles_core.chat.call import strip_reasoning
+from miles_core.chat.marks import strip_reasoning
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
 from miles_core.reward.labels import answers_of, is_match, text_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 
-from miles_core.chat.call import strip_reasoning
+from miles_core.chat.marks import strip_reasoning
 from miles_core.reward.labels import read_number, text_of
 from miles_core.reward.text_rules import find_boxes
 
