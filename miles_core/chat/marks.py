@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 #: Texts with which the chat templates of known families begin a conversation.
-OPENINGS = tuple(
-    "<|im_start|> <|im_user|> <|begin_of_text|> <|start_header_id|> <|startoftext|> <|user|> <|system|> <|start|> <start_of_turn> "
-    "<bos><start_of_turn> [INST] <s>[INST] [SYSTEM_PROMPT] <s>[SYSTEM_PROMPT] [gMASK] <\uff5cUser\uff5c> "
-    "<\uff5cbegin\u2581of\u2581sentence\uff5c>".split()
-)
+OPENINGS = (
+    "<|im_start|>", "<|im_user|>", "<|begin_of_text|>", "<|start_header_id|>", "<|startoftext|>", "<|user|>", "<|system|>", "<|start|>",
+    "<start_of_turn>", "<bos><start_of_turn>", "[INST]", "<s>[INST]", "[SYSTEM_PROMPT]", "<s>[SYSTEM_PROMPT]", "[gMASK]",
+    "<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
 #: Marks around reasoning: of model families, of common prompts, and gpt-oss's text without its special tokens.
 _NAMES = "(?:seed:)?think|thinking|thought|reasoning"
 _BEGIN = re.compile(rf"\s*(?:<(?:{_NAMES})>|\[THINK\])")
