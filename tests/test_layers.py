@@ -47,7 +47,7 @@ LAYERS: list[dict[str, str]] = [
         "contracts": "errors data plugin config observe checkpoint algorithm precision",
     },
     {
-        "reward": "errors text data",
+        "reward": "errors text chat data",
     },
     {
         "sync": "errors data precision contracts",
@@ -107,7 +107,7 @@ TOOLS: list[dict[str, str]] = [
     {
         "alerts": "http_client core: contracts errors redact",
         "command_line": "foreign core: config",
-        "rewards": "http_client core: contracts data errors redact reward",
+        "rewards": "http_client core: chat contracts data errors redact reward",
         "report": "output_file samples core: errors observe plugin redact version",
         "authoring": "core: config errors nearest plugin version",
         "demo": "core: data errors observe plugin",

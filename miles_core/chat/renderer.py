@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from miles_core.chat.marks import OPENINGS
 from miles_core.chat.media_parts import take_media
 from miles_core.errors import ConfigError, DataError
 from miles_core.text import valid_data, valid_text
@@ -243,8 +244,8 @@ class Renderer:
         return "refuses" if _NEW not in tail else "appends" if _REASONING in history else "drops reasoning"
 
     def find_rendered(self, text: str) -> str:
-        """Return the mark of the chat template with which ``text`` begins, so that it was rendered before; "" if it begins with none."""
-        return next((mark for mark in self._openings if text.lstrip().startswith(mark)), "")
+        """Return the mark of this or another chat template with which ``text`` begins, so that it was rendered before; "" if it has none."""
+        return next((mark for mark in (*self._openings, *OPENINGS) if text.lstrip().startswith(mark)), "")
 
     @cached_property
     def _openings(self) -> list[str]:

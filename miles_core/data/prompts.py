@@ -118,8 +118,8 @@ class PromptTemplate:
             content = message.get("content") if message.get("role") in ("user", "system") else None
             if isinstance(content, str) and (mark := self.renderer.find_rendered(content)):
                 raise DataError(
-                    f"the prompt {content!r:.80} begins with {mark!r:.40}, which the chat template writes: it was rendered before, and would be "
-                    "rendered twice; leave out --apply-chat-template, or give the messages"
+                    f"the prompt {content!r:.80} begins with {mark!r:.40}, which chat templates write: it was rendered before, and would be "
+                    "rendered twice; give the messages, or leave out --apply-chat-template if it was rendered for this model"
                 )
 
     @cached_property

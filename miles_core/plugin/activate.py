@@ -56,6 +56,7 @@ def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], fact
     """
     because = {name: why for name, why in requested.items() if name in manifests and name != "core"}
     problems = [_unknown_plugin(name, why, manifests) for name, why in requested.items() if name not in because]
+    because |= {name: why for name, why in _find_selected(facts, manifests) if name not in because}
     sets: tuple[Setting, ...] = ()
     for _ in range(_ROUNDS):
         active = {**{name: manifests[name] for name in because}, "core": CORE}
@@ -93,7 +94,7 @@ def derive(
     """Add the facts that follow from the active plugins: defaults of their options, set values, ``plugin.*`` and ``*.uses.*``."""
     extra: dict[str, Fact] = {}
     for plugin in active.values():
-        extra |= {f.name: f for f in default_facts(plugin, facts)}
+        extra |= {f.name: f for f in default_facts(plugin, facts.keys())}
     for kind in BACKENDS:
         if kind not in facts:
             extra[kind] = Fact(kind, _default(kind, manifests), "default", flag=f"--{kind}")
@@ -108,14 +109,7 @@ def derive(
             extra[f"plugin.{name}"] = Fact(
                 f"plugin.{name}", name in active, "active" if name in active else "not active"
             )
-    for kind, capability, users in _capability_users(active, manifests):
-        name = f"{kind}.uses.{capability}"
-        extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "no active plugin uses it")
-        owner = provider(kind, facts.value(kind), manifests)
-        has = owner is not None and owner.capability(kind, capability) is not None
-        extra[f"{kind}.has.{capability}"] = Fact(
-            f"{kind}.has.{capability}", has, f"manifest of --{kind} {facts.value(kind)}"
-        )
+    extra |= {f.name: f for f in _capability_facts(active, manifests, facts)}
     for path in (p for m in manifests.values() for p in m.sets if p.startswith(ENVIRONMENT)):
         if path not in facts:
             extra[path] = Fact(path, None, "not set in this environment")
@@ -127,15 +121,17 @@ def derive(
     return derived.with_facts(_hide_driver_gpu(derived, manifests))
 
 
-def _capability_users(
-    active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]
-) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (kind, capability, active plugins that use it) for every declared capability."""
+def _capability_facts(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], facts: Facts) -> Iterator[Fact]:
+    """Yield, for every declared capability, whether an active plugin uses it and whether the selected backend has it."""
     for kind in BACKENDS:
-        declared = {c.name for m in [*manifests.values(), CORE] for c in m.list_capabilities(kind)}
-        for capability in sorted(declared):
-            spelt = {capability, f"{kind}.{capability}"}
-            yield kind, capability, [p.name for p in active.values() if spelt & p.uses.keys()]
+        selected = facts.value(kind)
+        owner, origin = provider(kind, selected, manifests), f"manifest of --{kind} {selected}"
+        for capability in {c.name: None for m in [*manifests.values(), CORE] for c in m.list_capabilities(kind)}:
+            name = f"{kind}.uses.{capability}"
+            users = [p.name for p in active.values() if capability in p.uses or f"{kind}.{capability}" in p.uses]
+            yield Fact(name, bool(users), f"used by {', '.join(users)}" if users else "no active plugin uses it")
+            has = owner is not None and owner.capability(kind, capability) is not None
+            yield Fact(f"{kind}.has.{capability}", has, origin)
 
 
 def _hide_driver_gpu(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:

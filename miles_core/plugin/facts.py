@@ -8,10 +8,10 @@ always an error, which suggests similar names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from miles_core.nearest import did_you_mean
@@ -100,6 +100,9 @@ class Facts(Mapping[str, Fact]):
     def __contains__(self, name: object) -> bool:
         return name in self._facts
 
+    def keys(self) -> KeysView[str]:
+        return self._facts.keys()
+
     def values(self) -> ValuesView[Fact]:
         return self._facts.values()
 
@@ -146,7 +149,7 @@ class Facts(Mapping[str, Fact]):
 
     @cached_property
     def _policies(self) -> tuple[str, ...]:
-        parts = (name.split(".") for name in self._facts if name.startswith("policies."))
+        parts = [name.split(".") for name in self._facts if name.startswith("policies.")]
         return tuple(dict.fromkeys(found[1] for found in parts if len(found) > 2))
 
 
@@ -163,12 +166,18 @@ def default_facts(plugin: Plugin, known: Container[str] = ()) -> Iterator[Fact]:
         known: names of facts to leave out.
     """
     yield from (fact for fact in defined_facts(plugin) if fact.name not in known)
-    for field in dataclasses.fields(plugin.config) if plugin.config is not None else ():
-        name, info = f"{plugin.name}.{field.name}", field.metadata.get(METADATA_KEY)
-        if name in known:  # as a rule: a run has a fact for each option
-            continue
+    options = _options(plugin.config, plugin.name) if plugin.config is not None else {}
+    for name in [name for name in options if name not in known]:  # as a rule none: a run has a fact for each option
+        field = options[name]
+        info = field.metadata.get(METADATA_KEY)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value, state = (None, State.UNKNOWN) if default is dataclasses.MISSING else (default, State.KNOWN)
         flag = (info.flag if info else "") or "--" + field.name.replace("_", "-")
         choices = tuple(c for c in info.choices if c != "*") if info else ()
         yield Fact(name, value, "default", state, flag, choices)
+
+
+@cache
+def _options(config: type, owner: str) -> dict[str, dataclasses.Field[Any]]:
+    """Return path -> field of the options of a plugin."""
+    return {f"{owner}.{field.name}": field for field in dataclasses.fields(config)}

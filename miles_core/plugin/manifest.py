@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from miles_core.data.field import Field
@@ -227,9 +228,18 @@ class Plugin:
         """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it.
 
         A declared name such as ``format:*`` stands for every capability with this beginning."""
-        every = f"{name.partition(':')[0]}:*"
-        return next((c for c in self.list_capabilities(kind) if c.name in (name, every)), None)
+        declared = self._declared.get(kind, {})
+        return declared.get(name) or declared.get(f"{name.partition(':')[0]}:*")
 
     def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""
-        return tuple(c if isinstance(c, Capability) else Capability(c) for c in self.capabilities.get(kind, ()))
+        return tuple(self._declared.get(kind, {}).values())
+
+    @cached_property
+    def _declared(self) -> dict[str, dict[str, Capability]]:
+        """Kind -> name -> capability."""
+        made = {
+            kind: [c if isinstance(c, Capability) else Capability(c) for c in given]
+            for kind, given in self.capabilities.items()
+        }
+        return {kind: {c.name: c for c in capabilities} for kind, capabilities in made.items()}

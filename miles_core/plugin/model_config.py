@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ EXPERTS_PER_TOKEN = (
 _POSITIVE = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
 
 
-def model_config(checkpoint: str | None) -> dict[str, Any] | None:
+def model_config(checkpoint: str | None) -> Mapping[str, Any] | None:
     """Read and check the ``config.json`` of a checkpoint. None without a checkpoint, and for a hub name that is not in the local cache.
 
     Args:
@@ -54,7 +55,7 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
         directory = cached
     path = directory / "config.json"
     try:
-        config = load_strict_json(path.read_text(encoding="utf-8"))
+        config, problem = _read(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
@@ -65,9 +66,16 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: its config.json holds {type(config).__name__}, not an object"
         )
-    if problem := find_problem(config):
+    if problem:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: in its config.json {problem}; correct the file")
     return config
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> tuple[Any, str]:
+    """Parse a ``config.json`` and find its problem. Cached, because each change that a refused plan tries needs both."""
+    config = load_strict_json(text)
+    return config, find_problem(config) if isinstance(config, dict) else ""
 
 
 def find_problem(config: Mapping[str, Any]) -> str:
@@ -104,7 +112,7 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _entries(value: Any, path: str = "", key: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield path, key and value of every entry that is neither an object nor a list."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         for name, inner in value.items():
             yield from _entries(inner, f"{path}.{name}" if path else str(name), str(name))
     elif isinstance(value, list):

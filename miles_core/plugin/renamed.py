@@ -30,9 +30,9 @@ PUBLIC = (
     *("miles_workers", "miles_workers.transport", "miles_core.chat", "miles_testing"),
     *("miles_formats.convert", "miles_tools.http_client", "miles_core.observe.bytecode", "miles_formats.native"),
 )
-_FROM = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
-_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
-_OF_MODULE = re.compile(r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'")
+_FROM = r"cannot import name '(\w+)' from '([\w.]+)'"
+_KEYWORD = r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+_OF_MODULE = r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'"
 
 
 @cache
@@ -103,12 +103,12 @@ def _failed_on(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return error.name or ""
     if isinstance(error, ImportError):
-        found = _FROM.search(str(error))
+        found = re.search(_FROM, str(error))
         return f"{found[2]}:{found[1]}" if found else ""
-    if isinstance(error, TypeError) and (found := _KEYWORD.fullmatch(str(error))):
+    if isinstance(error, TypeError) and (found := re.fullmatch(_KEYWORD, str(error))):
         old = f"miles_core.plugin:{found[1]}({found[2]})"
         return old if find_new_name(old) else ""  # any other argument is the plugin's own mistake
-    found = _OF_MODULE.fullmatch(str(error)) if isinstance(error, AttributeError) else None
+    found = re.fullmatch(_OF_MODULE, str(error)) if isinstance(error, AttributeError) else None
     return f"{found[1]}:{found[2]}" if found else ""
 
 

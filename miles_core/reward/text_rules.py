@@ -1,7 +1,7 @@
 r"""The rewards ``exact``, ``boxed`` and ``f1``, which compare a response with a label by rules on their texts.
 
 Each rule is ``rule(response, label) -> float`` in [0, 1]. ``labels`` defines which answers a label accepts; the best score counts. The
-reasoning of a response is not a part of its answer (``find_answer``). An empty response scores 0; a missing label is an error.
+reasoning of a response is not a part of its answer (``strip_reasoning``). An empty response scores 0; a missing label is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from miles_core.chat.marks import strip_reasoning
 from miles_core.data.sample import Sample
 from miles_core.reward.labels import answers_of, is_match, text_of
 from miles_core.reward.reward import compares_label
@@ -24,14 +25,14 @@ Reward = Callable[[Any, Sample], Awaitable[float]]
 
 def exact(response: str | None, label: Any) -> float:
     """Return 1 if the response equals the label, ignoring differences in white space, else 0."""
-    answer = find_answer(response)
+    answer = strip_reasoning(response or "")
     return float(any(is_match(answer, accepted) for accepted in answers_of(label)))
 
 
 def boxed(response: str | None, label: Any) -> float:
     r"""Return 1 if the content of the last ``\boxed{...}`` equals the label (or the label's box) up to white space, else 0."""
     accepted = answers_of(label)
-    answer = last_boxed(find_answer(response))
+    answer = last_boxed(strip_reasoning(response or ""))
     if answer is None:
         return 0.0
     return float(any(is_match(answer, unboxed(each) if isinstance(each, str) else each) for each in accepted))
@@ -39,14 +40,8 @@ def boxed(response: str | None, label: Any) -> float:
 
 def f1(response: str | None, label: Any) -> float:
     """Return the token F1 of the SQuAD evaluation: bags of lower-case words without punctuation and articles."""
-    answer = _squad_tokens(find_answer(response))
+    answer = _squad_tokens(strip_reasoning(response or ""))
     return max(_token_f1(answer, _squad_tokens(text_of(accepted))) for accepted in answers_of(label))
-
-
-def find_answer(response: str | None) -> str:
-    """Return what a response says after its reasoning: all of it if it has none, nothing if the reasoning does not end."""
-    _, end, answer = (response or "").rpartition("</think>")
-    return "" if not end and answer.lstrip().startswith("<think>") else answer
 
 
 def find_boxes(text: str) -> list[tuple[int, int, int]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 
+from miles_core.chat.marks import strip_reasoning
 from miles_core.reward.labels import read_number, text_of
-from miles_core.reward.text_rules import find_answer, find_boxes
+from miles_core.reward.text_rules import find_boxes
 
 #: A box without braces: ``\boxed 42``.
 _BARE = re.compile(r"\\(?:boxed|fbox)\s+(?=[-+.\w])([-+]?[\w.,/]*\w)")
@@ -37,7 +38,7 @@ PLACES = 6
 
 def read_answer(text: str) -> tuple[str, bool]:
     """Return the answer in a response or label, and whether it was in a box."""
-    text = _BARE.sub(r"\\boxed{\1}", find_answer(text))
+    text = _BARE.sub(r"\\boxed{\1}", strip_reasoning(text))
     boxes = find_boxes(text)
     if not boxes or _STATEMENT.search(text, boxes[-1][2]):
         return tidy(text[boxes[-1][2] + 1 :] if boxes else text, whole=False), False

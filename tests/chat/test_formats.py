@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from miles_core.chat import Call, Malformed, split_reasoning
+from miles_core.chat import Call, Malformed, split_reasoning, strip_reasoning
 from miles_core.chat.formats import FORMATS
 
 PARAMETERS = {
@@ -142,6 +142,28 @@ def test_a_malformed_call_does_not_hide_the_next():
 )
 def test_calls_inside_of_reasoning_are_not_calls(text, opened, reasoning, rest):
     assert split_reasoning(text, opened) == (reasoning, rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>7</think> 4", " 4"),
+        ("7</think>8</think>4", "4"),
+        ("<seed:think>7</seed:think>4", "4"),
+        ("[THINK]7[/THINK]4", "4"),
+        ("<reasoning>\n7\n</reasoning>\n4", "\n4"),
+        ("<thinking>7</thinking>4", "4"),
+        ("analysisIt is 7?assistantfinal4", "4"),
+        (" <think>7", ""),
+        ("<thought>7", ""),
+        ("[THINK]7", ""),
+        ("I think 4", "I think 4"),
+        ("the assistantfinal word", "the assistantfinal word"),
+        ("", ""),
+    ],
+)
+def test_an_answer_is_what_follows_the_reasoning(text, answer):
+    assert strip_reasoning(text) == answer
 
 
 def test_harmony_separates_its_reasoning():

@@ -71,12 +71,14 @@ def test_a_text_that_begins_with_the_tokenizers_start_gets_no_second_one(post):
         ("<s>" + CHAT, "<s> <user> two <assistant>"),
         ("<s>" + CHAT, "\n<user> two"),
         (CHAT.replace("<{{ m.role }}>", "<s> {{ m.role }} :"), "<s> user : two"),
+        (CHAT, "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"),
+        (CHAT, "<s>[INST] two [/INST]"),
     ],
 )
 def test_text_that_a_template_rendered_is_refused(chat, text):
     template = PromptTemplate(tokenizer(chat), True)
     for prompt in (text, [{"role": "system", "content": text}, {"role": "user", "content": "add"}]):
-        with pytest.raises(DataError, match=r"begins with .*, which the chat template writes: it was rendered before"):
+        with pytest.raises(DataError, match=r"begins with .*, which chat templates write: it was rendered before"):
             template(prompt)
     assert PromptTemplate(tokenizer(chat))(text)
     assert template("what does <user> mean?") and template(

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from miles_core.errors import CheckpointError
+from miles_core.plugin import model_config as module
 from miles_core.plugin.detect import config_facts, model_facts
 from miles_core.plugin.model_config import find_problem, model_config
 
@@ -50,6 +51,16 @@ def test_what_no_model_has_is_refused_at_once(tmp_path, text, words):
 def test_what_published_models_have_is_accepted(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_problem(config) == "" and model_config(str(tmp_path)) == config
+
+
+def test_a_file_is_parsed_once_until_it_changes(tmp_path, monkeypatch):
+    """A refused plan reads it again for every change that it tries."""
+    parsed = []
+    monkeypatch.setattr(module, "load_strict_json", lambda text: parsed.append(text) or json.loads(text))
+    for layers, times in ((2, 3), (3, 2)):
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": layers, "only_here": 1}))
+        assert [model_config(str(tmp_path))["num_hidden_layers"] for _ in range(times)] == [layers] * times
+    assert len(parsed) == 2
 
 
 def test_the_type_is_that_of_the_whole_checkpoint():

@@ -90,3 +90,4 @@ def test_the_reasoning_of_a_response_is_no_answer():
         0.0,
     ]
     assert f1(thought + "a cat", "cat") == 1.0
+    assert boxed(r"[THINK]\boxed{7}[/THINK]\boxed{4}", "7") == boxed(r"<seed:think>\boxed{7}", "7") == 0.0

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miles_core.chat import strip_reasoning
 from miles_core.data import Sample, number
 from miles_core.plugin import DataError, Run, group_reward
 from miles_environments.environment import EnvironmentFault, find_answer
@@ -45,7 +46,7 @@ def _episode_reward(sample: Sample) -> float:
 
 async def _score(registry: Registry, member: Member, info: Mapping[str, Any], samples: list[Sample]) -> list[Any]:
     """Score the answers of a group; None where it failed."""
-    texts = [str(sample.metadata.get("answer", sample.response)).rpartition("</think>")[2] for sample in samples]
+    texts = [strip_reasoning(str(sample.metadata.get("answer", sample.response))) for sample in samples]
     answers = [find_answer(text, member.answer) for text in texts]
     environment, number, level = member.environment, info["number"], info["level"]
     what = f"the environment {member.entry.label}: scoring task {number}"

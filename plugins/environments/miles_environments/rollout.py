@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_core.chat import drop_earlier_rows, take_media, tokenize
+from miles_core.chat import drop_earlier_rows, strip_reasoning, take_media, tokenize
 from miles_core.data import CannotExtend, Media, Sample, Status, describe_error, number
 from miles_core.plugin import Config, DataError, GenerationClient, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
@@ -122,8 +122,7 @@ class Play:
 
     async def _step(self, turn: Turn) -> Step:
         assert self._episode is not None  # made before the first turn
-        answer = turn.response.text.rpartition("</think>")[2]
-        action = find_answer(answer, self.member.answer) or ""
+        action = find_answer(strip_reasoning(turn.response.text), self.member.answer) or ""
         episode = self._episode
         step = await self._call("step", lambda: episode.step(action))
         if not isinstance(step, Step):

@@ -11,6 +11,7 @@ import re
 import secrets
 from typing import Any
 
+from miles_core.chat import strip_reasoning
 from miles_core.data import Sample
 from miles_core.plugin import Run, compares_label
 from miles_environments.environment import EnvironmentFault
@@ -46,6 +47,6 @@ def make_reward(run: Run) -> Any:
 
 def find_program(text: str) -> str:
     """Return the last block of code in a response, or all of the response if it has none."""
-    answer = text.rpartition("</think>")[2]
+    answer = strip_reasoning(text)
     blocks = _BLOCK.findall(answer)
     return str(blocks[-1] if blocks else answer).strip()

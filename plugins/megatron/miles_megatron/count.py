@@ -77,8 +77,6 @@ def model(a: Architecture, mtp: int = 0) -> Count:
     total = embedding(a) + Count(whole=a.hidden)
     if not a.tied:
         total += embedding(a)
-    for sparse in a.sparse:
-        total += layer(a, sparse)
-    for _ in range(mtp):
-        total += mtp_layer(a)
-    return total
+    experts = sum(a.sparse)
+    total += layer(a, False) * (len(a.sparse) - experts) + layer(a, True) * experts
+    return total + mtp_layer(a) * mtp

@@ -9,8 +9,10 @@ section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
 from miles_megatron import count
 from miles_megatron.architecture import Architecture
@@ -98,33 +100,41 @@ class Stage:
 
 def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
     """Return the memory of each pipeline stage; the sizes must pass ``misfits``."""
-    kinds = {kind: count.layer(a, kind) for kind in set(a.sparse)}
-    return [_stage(a, s, w, number, layers, kinds) for number, layers in enumerate(_layers(a, s))]
+    return [_stage(a, s, w, number, *kinds) for number, kinds in enumerate(_kinds(a.sparse, tuple(s.stages(a.layers))))]
 
 
 def peak(a: Architecture, s: Sizes, w: Work) -> float:
-    """Return the bytes of the stage that needs most, as ``memory`` but faster for long pipelines.
+    """Return the bytes of the stage that needs most, as ``memory`` but faster for long pipelines."""
+    return max(_totals(a, s, w))
+
+
+def fits(a: Architecture, s: Sizes, w: Work, budget: float) -> bool:
+    """Whether no stage needs more than ``budget`` bytes."""
+    return all(total <= budget for total in _totals(a, s, w))
+
+
+def _totals(a: Architecture, s: Sizes, w: Work) -> Iterator[float]:
+    """Yield the bytes of each stage that may need most.
 
     Of several stages with equally many layers of each kind, the first has the most micro-batches in flight."""
-    kinds = {kind: count.layer(a, kind) for kind in set(a.sparse)}
-    chosen: dict[tuple[int, int, bool], tuple[int, range]] = {}
-    for number, layers in enumerate(_layers(a, s)):
-        end = number in (0, s.pp - 1)
-        chosen.setdefault((len(layers), _sparse(a, layers), end and number > 0), (number, layers))
-    return max(_stage(a, s, w, number, layers, kinds).total for number, layers in chosen.values())
+    chosen: dict[tuple[int, int, bool], int] = {}
+    for number, (dense, sparse) in enumerate(_kinds(a.sparse, tuple(s.stages(a.layers)))):
+        chosen.setdefault((dense, sparse, 0 < number == s.pp - 1), number)
+    for (dense, sparse, _), number in chosen.items():
+        yield _stage(a, s, w, number, dense, sparse).total
 
 
-def _layers(a: Architecture, s: Sizes) -> Iterator[range]:
-    """Yield the layers of each stage."""
-    at = 0
-    for layers in s.stages(a.layers):
-        yield range(at, at + layers)
-        at += layers
+@lru_cache(maxsize=4096)
+def _kinds(sparse: tuple[bool, ...], stages: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of layers without and with experts of each stage. stages: the number of layers of each."""
+    ends = accumulate(stages)
+    experts = [sum(sparse[end - layers : end]) for layers, end in zip(stages, ends, strict=True)]
+    return tuple((layers - n, n) for layers, n in zip(stages, experts, strict=True))
 
 
-def _stage(a: Architecture, s: Sizes, w: Work, number: int, layers: range, kinds: Mapping[bool, Count]) -> Stage:
-    """Return the memory of one stage. kinds: parameters of a layer with and without experts."""
-    held = _parameters(a, s, number, layers, kinds)
+def _stage(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sparse: int) -> Stage:
+    """Return the memory of one stage with so many layers without and with experts."""
+    held = _parameters(a, number == 0, number == s.pp - 1, dense, sparse)
     mtp = w.mtp and number == s.pp - 1
     if mtp:
         held += count.mtp_layer(a)
@@ -133,11 +143,11 @@ def _stage(a: Architecture, s: Sizes, w: Work, number: int, layers: range, kinds
     own = w.width * w.trained if w.trained < 1 else 0.0
     return Stage(
         number,
-        len(layers),
+        dense + sparse,
         weights=(w.width + w.seen + own) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
         gradients=w.gradient * w.trained * (mine + experts),
         optimiser=w.state * w.trained * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
-        activations=_activations(a, s, w, number, layers),
+        activations=_activations(a, s, w, number, dense, sparse),
         other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
     )
 
@@ -147,18 +157,10 @@ def _table(a: Architecture, s: Sizes) -> float:
     return 0.0 if s.pp == 1 or a.tied else count.embedding(a).split / s.tp
 
 
-def _sparse(a: Architecture, layers: range) -> int:
-    """Return how many of these layers have experts."""
-    return sum(a.sparse[layers.start : layers.stop])
-
-
-def _parameters(a: Architecture, s: Sizes, number: int, layers: range, kinds: Mapping[bool, Count]) -> Count:
+@lru_cache(maxsize=4096)
+def _parameters(a: Architecture, first: bool, last: bool, dense: int, sparse: int) -> Count:
     """Count the parameters of one stage, before tensor and expert parallelism."""
-    sparse = _sparse(a, layers)
-    total = Count()
-    for kind, layer in kinds.items():
-        total += layer * (sparse if kind else len(layers) - sparse)
-    first, last = number == 0, number == s.pp - 1
+    total = count.layer(a, False) * dense + count.layer(a, True) * sparse
     if first:
         total += count.embedding(a)
     if last:
@@ -196,18 +198,17 @@ def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, .
     return routed + shared + 4 * e.count * around  # scores and weights are FP32
 
 
-def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range) -> float:
+def _activations(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sparse: int) -> float:
     """Return the peak activation bytes of one rank."""
     tokens = w.tokens / s.cp
     around = 1 / s.tp if s.sequence else 1.0
     modules = w.recompute_modules if w.recompute == "selective" else ()
-    sparse = _sparse(a, layers)
-    kinds = [(n, kind) for n, kind in ((sparse, True), (len(layers) - sparse, False)) if n]
+    kinds = [(n, kind) for n, kind in ((sparse, True), (dense, False)) if n]
     working = max((layer_elements(a, s, kind) for _, kind in kinds), default=0.0)
     if w.recompute == "full":
         group = max(w.recompute_layers, 1)
         working *= group
-        kept = len(layers) * a.hidden * around / group
+        kept = (dense + sparse) * a.hidden * around / group
     else:
         kept = sum(n * layer_elements(a, s, kind, modules) for n, kind in kinds)
     flying = _in_flight(s, w, number)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import CheckpointError, Facts
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
-from miles_megatron.memory import Work, peak
+from miles_megatron.memory import Work, fits, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, sizes_of
 from miles_megatron.usage import change_sizes, usages_of
 from miles_megatron.work import work_of
@@ -56,11 +56,12 @@ def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> I
     for cp in (n for n in ((old.cp,) if context.chosen else _CONTEXT) if not ranks % n):
         start = Sizes(ranks=ranks, cp=cp)
         works = [(limit, _work(facts, start, limit)) for limit in limits]
+        savings = {work: [(options, replace(work, **fields)) for options, fields in _SAVINGS] for _, work in works}
         for s in dict.fromkeys((*candidates(start, a, (cp,)), *_typed(replace(old, ranks=ranks), a, cp))):
             for limit, work in works:
                 if work.limit * cp >= 2 * max(work.longest, work.limit) and cp > 1 and not context.chosen:
                     continue  # a smaller context-parallel size holds as many tokens
-                fitting = _cheapest(a, s, work.split_over(s), budget)
+                fitting = _cheapest(a, s, savings[work], budget)
                 if fitting is not None:
                     saved, changes = fitting
                     changes = {**change_sizes(old, s), **changes}
@@ -104,15 +105,16 @@ def _work(facts: Facts, s: Sizes, limit: int) -> Work:
     return replace(work, limit=limit).split_over(s) if limit else work
 
 
-def _cheapest(a: Architecture, s: Sizes, work: Work, budget: float) -> tuple[Work, dict[str, Any]] | None:
+def _cheapest(
+    a: Architecture, s: Sizes, savings: Sequence[tuple[dict[str, Any], Work]], budget: float
+) -> tuple[Work, dict[str, Any]] | None:
     """Return the work with the first savings under which every stage fits, and their options; None if none suffices."""
-    least = replace(work, **_SAVINGS[-1][1])
-    if peak(a, s, least) > budget:
+    if not fits(a, s, savings[-1][1].split_over(s), budget):
         return None
-    for options, fields in _SAVINGS:
-        saved = replace(work, **fields)
-        if peak(a, s, saved) <= budget:
-            return saved, options
+    for options, saved in savings:
+        work = saved.split_over(s)
+        if fits(a, s, work, budget):
+            return work, options
     return None
 
 

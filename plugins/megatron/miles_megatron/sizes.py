@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -243,23 +243,21 @@ def candidates(s: Sizes, a: Architecture, contexts: Collection[int] = ()) -> Ite
     experts = [n for n in divisors(s.ranks) if not a.experts.count % n] if a.experts else [1]
     for tp in (n for n in divisors(s.ranks) if n <= _TENSOR):
         for pp in (n for n in divisors(s.ranks // tp) if n <= a.layers):
+            first, last = _ends(pp, a.layers)
             for cp in contexts or {1, s.cp}:
                 if s.ranks % (tp * pp * cp):
                     continue
                 for ep in experts:
                     for etp in {1, tp} if a.experts else [tp]:
-                        made = replace(s, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence=tp > 1, virtual=1)
-                        made = _uneven(made, a)
+                        made = Sizes(s.ranks, tp, pp, cp, ep, etp, first=first, last=last, sequence=tp > 1)
                         if not any(True for _ in misfits(made, a)):
                             found.append(made)
     yield from sorted(found, key=lambda c: (c.tp * c.pp * c.cp, c.pp, c.ep, c.etp))
 
 
-def _uneven(s: Sizes, a: Architecture) -> Sizes:
-    """Return the sizes with shorter first and last stages if the layers do not divide evenly."""
-    s = replace(s, first=0, last=0, embedding=False, loss=False)
-    if s.pp < 3 or not a.layers % s.pp:
-        return s
-    each = -(-a.layers // s.pp)
-    left = a.layers - each * (s.pp - 2)
-    return replace(s, first=left - left // 2, last=left // 2) if left >= 2 else s
+def _ends(pp: int, layers: int) -> tuple[int, int]:
+    """Return the layers of the first and the last stage: fewer than those of the others if the layers do not divide evenly, else 0."""
+    if pp < 3 or not layers % pp:
+        return 0, 0
+    left = layers - -(-layers // pp) * (pp - 2)
+    return (left - left // 2, left // 2) if left >= 2 else (0, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_megatron import count, families
-from miles_megatron.memory import CHANNELS, CONTEXT, Work, layer_elements, memory
+from miles_megatron.memory import CHANNELS, CONTEXT, Work, fits, layer_elements, memory, peak
 from miles_megatron.sizes import Sizes
 
 #: Configurations of published checkpoints, as far as they decide sizes.
@@ -82,3 +82,15 @@ def test_an_mtp_layer_is_on_the_last_stage_with_a_copy_of_the_embedding():
     assert (more["gradients"], more["optimiser"]) == (4 * layer, 12 * layer)
     assert more["activations"] > 2 * 1000 * layer_elements(DEEPSEEK, Sizes(), True)
     assert memory(DEEPSEEK, Sizes(), replace(plain, mtp=True))[0].weights == 2 * count.model(DEEPSEEK, 1).total
+
+
+@pytest.mark.parametrize(
+    "s", [Sizes(8, pp=8), Sizes(64, tp=8, pp=4, first=10, last=3), Sizes(64, pp=16, first=1, ep=4), Sizes(2, tp=2)]
+)
+def test_the_largest_stage_decides_whether_a_model_fits(s):
+    work = Work(tokens=4096, micro_batches=3, mtp=True)
+    for model in (LLAMA, DEEPSEEK):
+        model = replace(model, layers=s.pp * 4 + 1, sparse=(False,) * 3 + (True,) * (s.pp * 4 - 2))
+        most = max(stage.total for stage in memory(model, s, work))
+        assert peak(model, s, work) == most
+        assert fits(model, s, work, most) and not fits(model, s, work, most - 1)

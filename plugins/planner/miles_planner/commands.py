@@ -90,7 +90,7 @@ def make_task(options: Any, rest: Sequence[str], command: Command) -> tuple[Task
     config = load(rest, command=replace(command, after=chosen))
     if config.model.hf_checkpoint is None:
         raise ConfigError("--search: give the model with --hf-checkpoint (a directory with config.json is enough)")
-    catalogue = catalogue_for(config)
+    catalogue = dict(catalogue_for(config))
     given = facts_for(config, collect_facts(options))
     if not given.value("gpu.count"):
         raise ConfigError("--search: there is no GPU here; give the hardware, for example --hardware 64xH200")

@@ -175,7 +175,7 @@ def combinations(
     sides: Sides, pairs: Sequence[dict[str, Any]], placements: Sequence[tuple[bool, int]]
 ) -> Iterator[Found]:
     """Yield the fastest trainers with the fastest engines, for each placement, pair of formats and transport of weights."""
-    task = sides.task
+    task, sent = sides.task, transports(sides.task)
     placement = runtime_planner(str(task.facts.value("runtime")))
     for chosen in pairs:
         for colocated, ranks in placements:
@@ -197,7 +197,7 @@ def combinations(
                 for trained, t in trainers:
                     if colocated and _held_during_sync(t) > room:
                         continue
-                    for transport, plugins in transports(task):
+                    for transport, plugins in sent:
                         time = step_time(sides.rates, generated, trained, e, work, colocated, transport)
                         yield Found(colocated, t, e, time, {**changes, **placed, **t.changes, **e.changes}, plugins)
 

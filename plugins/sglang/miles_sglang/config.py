@@ -107,6 +107,8 @@ SglangConfig: type = make_dataclass(
     bases=(EngineOptions,),
     namespace={"__doc__": EngineOptions.__doc__, "__init__": _set_fields},
     init=False,
+    repr=False,  # generating methods of hundreds of fields would slow down every command
+    eq=False,
     frozen=True,
     kw_only=True,
 )

@@ -181,9 +181,9 @@ def _draft(facts: Facts) -> Iterator[Problem]:
 
 def _tables(facts: Facts) -> Iterator[Problem]:
     """Report options that start like a JSON object but are invalid. SGLang would fail after its start, without naming the option."""
-    for name in _NAMES:
-        fact = facts.lookup(f"sglang.{name}")
-        if not fact.chosen or not isinstance(fact.value, str) or not fact.value.lstrip().startswith("{"):
+    for fact in [fact for fact in facts.values() if fact.chosen and isinstance(fact.value, str)]:
+        table, _, name = fact.name.partition(".")
+        if table != "sglang" or name not in _NAMES or not fact.value.lstrip().startswith("{"):
             continue
         try:
             json.loads(fact.value)
