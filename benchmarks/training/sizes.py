@@ -136,7 +136,9 @@ def measure(given: argparse.Namespace, name: str, scratch: Path) -> dict[str, An
         "parameters": parameters,
         "medians": medians,
         "tokens_per_second_and_gpu": round(tokens / medians["time/step"] / gpus, 1),
-        "share_of_peak": round((4 if "lora" in setting.plugins else 6) * parameters * tokens / medians["time/train"] / gpus / PEAK, 3),
+        "share_of_peak": round(
+            (4 if "lora" in setting.plugins else 6) * parameters * tokens / medians["time/train"] / gpus / PEAK, 3
+        ),
         "peak_gb": memory.peak_gb,
         "planned_gb": [
             float(n) for n in re.findall(r"^  (?:trainer|engine).* ([\d.]+) +[\d.]+$", planned.stdout, re.MULTILINE)
