@@ -8,6 +8,7 @@ also receive tensors, but unpickles them.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import secrets
@@ -27,6 +28,8 @@ from miles_sglang.link import SglangError
 #: Key of a message of the transport: name of the adapter. The other keys are ``config`` (peft's configuration; None for a policy that
 #: computes with the base alone) and ``tensors`` (a safetensors file as bytes).
 ADAPTER = "adapter"
+#: How long the end of a run waits for a server to unload an adapter.
+_LEAVE_SECONDS = 30.0
 
 
 class ServedAdapter:
@@ -47,11 +50,12 @@ class ServedAdapter:
         self._name, self._version = "", -1
 
     async def leave(self) -> None:
-        """Unload the adapter from an SGLang that may outlive this engine."""
+        """Unload the adapter from a server that outlives this engine."""
         name, self._name = self._name, ""
         if name:
-            with suppress(SglangError):  # it has ended
-                await self._call("unload_lora_adapter", {"lora_name": name})
+            with suppress(SglangError, TimeoutError):  # the server has ended, or does not answer
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._call("unload_lora_adapter", {"lora_name": name})
 
     def select(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a request with the adapter's name, if there is an adapter."""
