@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save
 
 import miles_sglang
+from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError
+from miles_formats import Codec
 from miles_sglang import build
+from miles_sglang.choices import Choices
+from miles_sglang.engine import SglangEngine
+from miles_sglang.shared import SharedServer
+from miles_testing import tiny_checkpoint
 
 pytest.importorskip("miles_lora")
 pytest.importorskip("peft")
@@ -93,6 +102,56 @@ def test_all_policies_survive_a_restart_of_their_sglang(double: types.SimpleName
     run = several(steps=3, max_restarts=1)
     assert (double.link.starts, double.link.stops) == (2, 1)
     assert all(step[f"{name}/mismatch/abs_log_prob"] < 1e-5 for step in run.metrics for name in ("solver", "judge"))
+
+
+def test_a_sync_of_one_policy_leaves_the_requests_of_another(double: types.SimpleNamespace, tmp_path: Path) -> None:
+    """Two engines over one SGLang: one generates while the other aborts, is paused and receives an adapter; then an adapter is missing."""
+    checkpoint, servers = tiny_checkpoint("qwen3", tmp_path / "model"), dict[str, SharedServer]()
+    loras = {"enable_lora": True, "max_lora_rank": 4, "max_loaded_loras": 3}
+
+    def make() -> SglangEngine:
+        choices = Choices(arguments=loras, device="cpu", max_context=120, max_running_requests=8)
+        return build.assemble(checkpoint, Codec(), str, tmp_path / "work", choices, shared=servers)
+
+    def message(name: str, rank: int = 4) -> dict[str, Any]:
+        layer, scale = "base_model.model.model.layers.0.self_attn.q_proj", len(name)
+        shape = load_file(checkpoint / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape
+        tensors = {"A": torch.ones(rank, shape[1]) * scale, "B": torch.ones(shape[0], rank)}
+        data = save({f"{layer}.lora_{letter}.weight": tensor for letter, tensor in tensors.items()})
+        return {"adapter": name, "config": {"r": rank, "lora_alpha": 8}, "tensors": data}
+
+    async def play() -> None:
+        one, two = make(), make()
+        assert one.link is not two.link and len(servers) == 1
+        await asyncio.gather(one.start(), two.start())
+        await one.receive(message("solver"), 0, True)
+        await two.receive(message("judge"), 0, True)
+        request = Request([1, 2, 3], Sampling(100, ignore_eos=True), key=1)
+        long, other = asyncio.create_task(one.generate(request)), asyncio.create_task(two.generate(request))
+        await asyncio.sleep(0.05)
+        assert not long.done() and not other.done()
+        await two.pause("abort")
+        assert (await other).finish == "abort"
+        await two.receive(message("judge"), 1, True)
+        with pytest.raises(MilesError, match="rank 8 is too large"):
+            await two.receive(message("judge", rank=8), 2, True)
+        await two.resume()
+        assert not long.done() and (one.version, two.version) == (0, 1)
+        answers = [await long, await two.generate(request)]
+        assert [answer.finish for answer in answers] == ["length", "length"]
+        assert [answer.weight_versions for answer in answers] == [[(0, 0)], [(0, 1)]]
+        assert answers[0].tokens != answers[1].tokens
+        await double.link.call("unload_lora_adapter", {"lora_name": next(iter(double.link.manager.adapters))})
+        with pytest.raises(MilesError, match="Got LoRA adapter that has never been loaded: solver-0-"):
+            await one.generate(request)
+        with pytest.raises(MilesError, match="would change the base, which all adapters of this SGLang share"):
+            await one.link.call("update_weights_from_disk", {})
+        await one.stop()
+        assert double.link.stops == 0 and (await two.generate(request)).tokens == answers[1].tokens
+        await two.stop()
+        assert double.link.stops == 1
+
+    asyncio.run(play())
 
 
 def test_a_restarted_sglang_gets_the_adapter_again(double: types.SimpleNamespace, toy_run: Any) -> None:
