@@ -13,7 +13,7 @@ import itertools
 import json
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,22 @@ from miles_sglang.link import SglangError
 ADAPTER = "adapter"
 #: How long the end of a run waits for a server to unload an adapter.
 _LEAVE_SECONDS = 30.0
+
+
+def adapter_arguments(options: Sequence[Any]) -> dict[str, Any]:
+    """Return SGLang's arguments for one adapter per policy. The next version of one is loaded before the previous one is unloaded.
+
+    Args:
+        options: the options of each policy's adapter (``rank``, ``target_modules``).
+    """
+    targets = {name.rpartition(".")[2] for each in options for name in each.target_modules}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": max(each.rank for each in options),
+        "lora_target_modules": ["all"] if "all-linear" in targets else sorted(targets),
+        "max_loaded_loras": len(options) + 1,
+        "max_loras_per_batch": len(options) + 1,
+    }
 
 
 class ServedAdapter:

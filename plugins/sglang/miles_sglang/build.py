@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from miles_core.plugin import CheckpointError, ConfigError, StateKey, config_fac
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
+from miles_sglang.adapters import adapter_arguments
 from miles_sglang.capture import graph_arguments
 from miles_sglang.choices import Choices
 from miles_sglang.config import server_arguments
@@ -25,8 +27,8 @@ from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.settings import Served, Settings
-from miles_sglang.shared import SharedLink, SharedServer
 from miles_sglang.shapes import check_blocks
+from miles_sglang.shared import SharedServer, share
 from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
 from miles_workers import Restarts, worker_name
@@ -104,7 +106,8 @@ def _choices(run: Any, policy: Any) -> Choices:
     own = _own_choices(run, policy)
     if run.config_of(policy).run.transport != "adapter":
         return own
-    return replace(own, arguments={**_adapters(run, _sharing(run, policy, own)), **own.arguments})
+    options = [run.config_of(each).plugin("lora") for each in _sharing(run, policy, own)]
+    return replace(own, arguments={**adapter_arguments(options), **own.arguments})
 
 
 def _sharing(run: Any, policy: Any, own: Choices) -> list[Any]:
@@ -144,19 +147,6 @@ def _own_choices(run: Any, policy: Any) -> Choices:
         trains_draft=run.plan.holds("plugin.speculative and sglang.speculative_draft_model_path"),
         exact=run.plan.holds("plugin.true_on_policy"),
     )
-
-
-def _adapters(run: Any, policies: Sequence[Any]) -> dict[str, Any]:
-    """Return SGLang's arguments for one adapter of each policy. The next version of one is loaded before the previous one is unloaded."""
-    options = [run.config_of(policy).plugin("lora") for policy in policies]
-    targets = {name.rpartition(".")[2] for each in options for name in each.target_modules}
-    return {
-        "enable_lora": True,
-        "max_lora_rank": max(each.rank for each in options),
-        "lora_target_modules": ["all"] if "all-linear" in targets else sorted(targets),
-        "max_loaded_loras": len(policies) + 1,
-        "max_loras_per_batch": len(policies) + 1,
-    }
 
 
 def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
@@ -201,11 +191,8 @@ def assemble(
         return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    key = repr((str(checkpoint), choices))
-    known = None if shared is None else shared.get(key)
-    link = known.link if known else _connect(choices, served, context, config, directory, early)
-    if shared is not None:
-        link = SharedLink(shared.setdefault(key, SharedServer(link)))
+    connect = partial(_connect, choices, served, context, config, directory, early)
+    link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
@@ -223,6 +210,20 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _base_of(checkpoint: str | Path, served: Served, choices: Choices) -> str:
+    """Return the key of an SGLang that engines with adapters share.
+
+    Raises:
+        ConfigError: SGLang would start without the base, which no update sends.
+    """
+    if served.described is not None and not served.described.stored:
+        raise ConfigError(
+            f"--hf-checkpoint {checkpoint} is not stored in the rollout's precision, and SGLang, which receives adapters only, reads the base "
+            "from it; convert the checkpoint (miles convert), or send merged weights (--lora-sync merged)"
+        )
+    return repr((str(checkpoint), choices))
 
 
 def _connect(

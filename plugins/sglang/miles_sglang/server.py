@@ -88,7 +88,9 @@ class ServerLink(Link):
 
     def _check(self, info: Mapping[str, Any]) -> None:
         """Raise SglangError if the server runs with other options than this run."""
-        other = [name for name, value in self.arguments.items() if name in info and not _suffices(name, info[name], value)]
+        other = [
+            name for name, value in self.arguments.items() if name in info and not _suffices(name, info[name], value)
+        ]
         if other and other[0] in _OF_ADAPTERS:
             name, value = other[0], self.arguments[other[0]]
             needed = " ".join(value) if isinstance(value, list) else "" if value is True else str(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_sglang.answers import Answer
@@ -93,3 +93,10 @@ class SharedLink(Link):
     def _check_current(self) -> None:
         if self._start != self._server.starts:
             raise SglangLost("SGLang was restarted by another policy's engine, and has no adapter of this policy")
+
+
+def share(servers: dict[str, SharedServer], key: str, connect: Callable[[], Link]) -> SharedLink:
+    """Return a link to the SGLang of a key; ``connect`` makes the connection for the first engine."""
+    if key not in servers:
+        servers[key] = SharedServer(connect())
+    return SharedLink(servers[key])

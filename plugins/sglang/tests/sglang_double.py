@@ -279,7 +279,7 @@ class Manager:
         """Everything whose rid begins with this one."""
         keys = {key for one, key in self.rids.items() if one.startswith(rid)}
         for engine in (self.engine, *self.adapters.values()):
-            asyncio.get_running_loop().create_task(engine.abort(keys))  # type: ignore[arg-type]
+            asyncio.get_running_loop().create_task(engine.abort(keys))
 
     async def flush_cache(self) -> Any:
         assert "kv_cache" not in self.released

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save
 
 import miles_sglang
 from miles_core.engine import Request, Sampling
-from miles_core.plugin import MilesError
+from miles_core.plugin import MilesError, PlanError
 from miles_formats import Codec
 from miles_sglang import build
 from miles_sglang.choices import Choices
@@ -164,3 +165,30 @@ def test_a_rejected_adapter_ends_the_run_with_sglangs_reason(double: types.Simpl
     double.rank = 4
     with pytest.raises(MilesError, match="rank 8 is too large"):
         toy_run(["lora"], steps=1, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("targets", "needed"),
+    [
+        ("q_proj", "q_proj,v_proj"),
+        ("k_proj,v_proj", "q_proj,v_proj"),
+        ("up_proj,down_proj", "gate_proj"),
+        ("gate_proj,o_proj", ""),
+    ],
+)
+def test_adapters_of_parts_that_sglang_joins(
+    double: types.SimpleNamespace, plan: Any, targets: str, needed: str
+) -> None:
+    options = {**RUN, "lora_target_modules": targets, "family": "qwen3"}
+    refused = pytest.raises(PlanError, match=f"{needed} in --lora-target-modules") if needed else nullcontext()
+    with refused:
+        plan(plugins=["lora"], **options)
+    whole = plan(plugins=["lora"], **{**options, "lora_sync": "merged"})  # SGLang then receives whole weights
+    assert whole.holds("transport == copy")
+
+
+def test_an_encoded_base_must_be_in_the_checkpoint(double: types.SimpleNamespace, plan: Any) -> None:
+    encoded = {"train_precision": "int4", "rollout_precision": "int4", "device": "cuda", "family": "qwen3"}
+    facts = ["gpu.count=1", "gpu.sm=90", "gpu.memory_gb=80"]
+    with pytest.raises(PlanError, match=r"convert the checkpoint \(miles convert"):
+        plan(plugins=["lora", "int4"], facts=facts, **{**RUN, **encoded})
