@@ -181,15 +181,7 @@ def assemble(
         shared: the SGLangs that several engines use, by base and choices; None if this engine receives whole weights.
     """
     config = _text_config(Path(checkpoint))
-
-    def serve(codec: Codec) -> Served:
-        check_blocks(config, codec)
-        described = layout(checkpoint, codec)
-        tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
-        names = WeightNames(described.names, tied, layers, choices.trains_draft)
-        arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
-        return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
-
+    serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
     connect = partial(_connect, choices, served, context, config, directory, early)
     link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
@@ -210,6 +202,17 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _serve(
+    checkpoint: str | Path, config: Mapping[str, Any], directory: Path, choices: Choices, codec: Codec
+) -> Served:
+    check_blocks(config, codec)
+    described = layout(checkpoint, codec)
+    tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
+    names = WeightNames(described.names, tied, layers, choices.trains_draft)
+    arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
+    return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
 
 def _base_of(checkpoint: str | Path, served: Served, choices: Choices) -> str:
