@@ -117,10 +117,10 @@ plugin = Plugin(
             "with --lora-sync adapter both sides read the same codes of the base and add the adapters unrounded",
         ),
         Rule(
-            "rollout.precision == bf16",
+            "rollout.precision == bf16 or model.quantized != none",
             when="lora.sync == adapter and engine != embedded",
-            because="an engine that loads the base itself reads the checkpoint as it is, and nothing sends it the encoded base; use "
-            "--lora-sync merged or --engine embedded",
+            because="an engine that loads the base itself reads the checkpoint as it is, and nothing sends it the encoded base; convert the "
+            "checkpoint (miles convert --to FORMAT), or use --lora-sync merged or --engine embedded",
         ),
         Rule(
             "not colocate",

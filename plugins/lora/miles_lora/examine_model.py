@@ -24,7 +24,7 @@ def examine(config: Any, weights: bool) -> None:
     examine_model(config, weights)
     options, path = config.plugin("lora"), config.model.ref_load or config.model.hf_checkpoint
     if options.adapter is not None:
-        check_adapter(options.adapter, options)
+        check_adapter(options.adapter, options, path or "")
     if path is None:
         return
     model = build_empty(checkpoint_config(path, config.model.trust_remote_code), config.model.trust_remote_code)

@@ -139,11 +139,9 @@ def module_weights(size: ModelSize) -> int:
 
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
     """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
-    names = [str(name).rpartition(".")[2] for name in facts.value("lora.target_modules") or ()]
-    every, experts = (
-        "all-linear" in names,
-        any("expert" in str(name) for name in facts.value("lora.target_modules") or ()),
-    )
+    targets = str(facts.value("lora.target_modules") or "").split(",")
+    names = [name.strip().rpartition(".")[2] for name in targets]
+    every, experts = "all-linear" in names, any("expert" in name for name in targets)
     inner = {name for name in names for part in _FEED_FORWARD if part in name}
     mixers = {*names} - inner - {"all-linear", "all-experts"}
     parts: list[tuple[int, int, int]] = []  # layers, weights and matrices of each

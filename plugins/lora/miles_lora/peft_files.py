@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from miles_core.plugin import CheckpointError, ConfigError
 from miles_lora import LoraOptions
 from miles_lora.targets import Target
+
+log = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FLAG = "--lora-adapter"
@@ -133,8 +136,9 @@ def read_adapter(
     return {source: (tensors[a], tensors[b]) for source, (a, b) in names.items()}
 
 
-def check_adapter(directory: str, options: LoraOptions) -> None:
-    """Check from its configuration that an adapter continues with these options.
+def check_adapter(directory: str, options: LoraOptions, base: str) -> None:
+    """Check from its configuration that an adapter continues with these options. Log a warning if it names another base than ``base``: a
+    converted or moved checkpoint has another name, too.
 
     Raises:
         ConfigError: its rank, scale or kind differs, or it is no adapter.
@@ -161,3 +165,6 @@ def check_adapter(directory: str, options: LoraOptions) -> None:
             raise ConfigError(
                 f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {flag} {mine:g}; make them equal"
             )
+    named = str(stored.get("base_model_name_or_path") or base)
+    if Path(named).name != Path(base).name:
+        log.warning("%s %s: it was trained over %s, and this run's base is %s", FLAG, directory, named, base)

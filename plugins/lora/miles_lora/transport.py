@@ -1,7 +1,8 @@
 """Sends adapters to an engine with an API for loading them (transport ``adapter``), in peft's format.
 
-The message is ``{"adapter": name of the policy, "config": adapter_config.json, "tensors": adapter_model.safetensors as bytes}``. Engines
-that take it declare the capability ``transport:adapter``.
+The message is ``{"adapter": name of the policy, "config": adapter_config.json, "tensors": adapter_model.safetensors as bytes}``; a policy
+without adapters, which computes with the base alone, sends the config None. Engines that take it declare the capability
+``transport:adapter``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -19,6 +21,21 @@ from miles_embedded import views
 from miles_lora.adapter import CHILD
 from miles_lora.hooks import TRAINED, Trained
 from miles_lora.peft_files import adapter_config, names_of
+
+
+class BaseTransport(Transport):
+    """Sends the version of a policy without adapters: the engine has loaded the base itself."""
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self.engine, self.policy = engine, policy
+
+    async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
+        started = time.perf_counter()
+        for unit in units:
+            raise SyncError(f"the stream of {self.policy.name}, which has no adapters, has {', '.join(unit.parts)}")
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            await self.engine.receive({"adapter": self.policy.name, "config": None}, version, True)
+        return SyncReport(version, 0, 0, time.perf_counter() - started)
 
 
 class AdapterTransport(Transport):
@@ -60,6 +77,7 @@ def _parent(source: str) -> str:
     return source.rpartition(".")[0]
 
 
-def make(run: Run, policy: Policy, engine: Engine) -> AdapterTransport:
+def make(run: Run, policy: Policy, engine: Engine) -> Transport:
     """Provider of ``--transport adapter``."""
-    return AdapterTransport(engine, policy, run.state[TRAINED][policy.name])
+    trained = run.state.get(TRAINED, {}).get(policy.name)
+    return BaseTransport(engine, policy) if trained is None else AdapterTransport(engine, policy, trained)

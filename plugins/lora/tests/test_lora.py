@@ -152,6 +152,16 @@ def test_an_exported_adapter_is_a_start(merged, tmp_path):
             toy_run(["lora"], lora_adapter=tmp_path / "hf", **options)
 
 
+def test_an_adapter_that_names_another_base_gives_a_warning(tmp_path, caplog):
+    options = {"lora_rank": 4, "steps": 1}
+    toy_run(["lora"], lora_export="adapter", export_hf=tmp_path / "hf", **options)
+    file = tmp_path / "hf" / "adapter_config.json"
+    assert "trained over" not in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
+    toy_run(["lora"], lora_adapter=tmp_path / "hf", **options)
+    assert "it was trained over Qwen/Qwen3-8B, and this run's base is " in caplog.text
+
+
 def test_dropout_is_for_training_passes(merged):
     done = toy_run(["lora"], steps=1, lora_dropout=0.5, lr=1e-2, verify_logprobs=True)
     plain = toy_run(["lora"], steps=1, lr=1e-2)

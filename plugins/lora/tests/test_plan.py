@@ -140,7 +140,7 @@ def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
             model = transformers.AutoModelForCausalLM.from_config(config)
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(targets)))
         made = sum(weight.numel() for key, weight in adapted.named_parameters() if "lora_" in key)
-        given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
+        given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", ",".join(targets), "")]
         facts = Facts([*config_facts(config.to_dict()), *given])
         assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 8 * made
 
@@ -156,7 +156,9 @@ def test_adapters_of_narrow_matrices_are_not_estimated_too_small(family, targets
     chosen = targets if families.FAMILIES[family][1].get("num_experts") else ("all-linear",)
     shapes = [getattr(target.module, target.attribute).shape for target in find_targets(model, chosen)]
     made = 4 * sum((shape[0] if len(shape) == 3 else 1) * (shape[-1] + shape[-2]) for shape in shapes)
-    facts = Facts([*config_facts(config.to_dict()), Fact("lora.rank", 4, ""), Fact("lora.target_modules", chosen, "")])
+    facts = Facts(
+        [*config_facts(config.to_dict()), Fact("lora.rank", 4, ""), Fact("lora.target_modules", ",".join(chosen), "")]
+    )
     assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 3 * made
 
 
@@ -194,3 +196,13 @@ def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, t
     with pytest.raises(PlanError, match=r"this would do:\s+--max-running-requests \d+$") as refused:
         plan(**more)
     plan(**more | {"max_running_requests": int(str(refused.value).split()[-1])})
+
+
+def test_the_plan_estimates_the_adapters_of_the_chosen_targets():
+    """A plan has the targets as one text."""
+    counts = []
+    for targets in ("q_proj,v_proj", "all-linear", "all-linear,all-experts"):
+        facts = Facts(plan(["lora"], lora_target_modules=targets).facts)
+        config = json.loads((Path(str(facts.value("model.hf_checkpoint"))) / "config.json").read_text())
+        counts.append(adapter_parameters(facts, size_of(facts, config)))
+    assert counts[0] < counts[1] < counts[2]

@@ -1,17 +1,20 @@
 """Weight updates that consist of a LoRA adapter only (transport ``adapter``), through SGLang's API for loading adapters.
 
-SGLang is started with the base model from the checkpoint. Each version of the adapter is loaded under a name of its own, requests name
-it, and the previous version is unloaded; SGLang caches prefixes per adapter, so no prefix of an earlier version is used. The adapter
-travels as a directory in peft's format, which SGLang's process must be able to read. SGLang can also receive tensors, but unpickles
-them.
+SGLang is started with the base model from the checkpoint, and several policies may share it (``shared``). Each version of an adapter is
+loaded under a name of its own, requests name it, and the previous version is unloaded; SGLang caches prefixes per adapter, so no prefix of
+an earlier version is used. The adapter travels as a directory in peft's format, which SGLang's process must be able to read. SGLang can
+also receive tensors, but unpickles them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,33 @@ import numpy as np
 
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
+from miles_sglang.link import SglangError
 
-#: Key of a message of the transport: name of the adapter. The other keys are ``config`` (peft's configuration) and ``tensors``
-#: (a safetensors file as bytes).
+#: Key of a message of the transport: name of the adapter. The other keys are ``config`` (peft's configuration; None for a policy that
+#: computes with the base alone) and ``tensors`` (a safetensors file as bytes).
 ADAPTER = "adapter"
+#: How long the end of a run waits for a server to unload an adapter.
+_LEAVE_SECONDS = 30.0
+
+
+def adapter_arguments(options: Sequence[Any]) -> dict[str, Any]:
+    """Return SGLang's arguments for one adapter per policy. The next version of one is loaded before the previous one is unloaded.
+
+    Args:
+        options: the options of each policy's adapter (``rank``, ``target_modules``).
+    """
+    targets = {name.rpartition(".")[2] for each in options for name in each.target_modules}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": max(each.rank for each in options),
+        "lora_target_modules": ["all"] if "all-linear" in targets else sorted(targets),
+        "max_loaded_loras": len(options) + 1,
+        "max_loras_per_batch": len(options) + 1,
+    }
 
 
 class ServedAdapter:
-    """The adapter that SGLang applies to requests.
+    """The adapter that SGLang applies to the requests of one engine.
 
     Args:
         call: calls an endpoint of SGLang.
@@ -37,11 +59,19 @@ class ServedAdapter:
     def __init__(self, call: Callable[[str, Mapping[str, Any]], Awaitable[Any]], directory: Path) -> None:
         self._call, self._directory = call, directory
         self._name, self._version = "", -1
-        self._numbers = itertools.count()
+        self._numbers, self._owner = itertools.count(), secrets.token_hex(4)  # other runs may use the same server
 
     def forget(self) -> None:
         """SGLang was restarted, and has no adapter."""
-        self._name = ""
+        self._name, self._version = "", -1
+
+    async def leave(self) -> None:
+        """Unload the adapter from a server that outlives this engine."""
+        name, self._name = self._name, ""
+        if name:
+            with suppress(SglangError, TimeoutError):  # the server has ended, or does not answer
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._call("unload_lora_adapter", {"lora_name": name})
 
     def select(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a request with the adapter's name, if there is an adapter."""
@@ -49,7 +79,7 @@ class ServedAdapter:
 
     def label(self, answer: Answer) -> Answer:
         """Return the answer with the adapter's version: SGLang reports that of the base."""
-        if not self._name:
+        if self._version < 0:
             return answer
         columns = dict(answer.columns)
         if "versions" in columns:
@@ -57,12 +87,19 @@ class ServedAdapter:
         return replace(answer, meta={**answer.meta, "weight_version": str(self._version)}, columns=columns)
 
     async def load(self, message: Mapping[str, Any], version: int) -> None:
-        """Load the adapter of a message and unload the previous one.
+        """Load the adapter of a message, if it has one, and unload the previous one.
 
         Raises:
             MilesError: SGLang rejected it; the previous adapter remains.
         """
-        name = f"{message[ADAPTER]}-{version}-{next(self._numbers)}"
+        name = "" if message["config"] is None else await self._add(message, version)
+        previous, self._name, self._version = self._name, name, version
+        if previous:
+            await self._call("unload_lora_adapter", {"lora_name": previous})
+
+    async def _add(self, message: Mapping[str, Any], version: int) -> str:
+        """Load an adapter under a new name, and return the name."""
+        name = f"{message[ADAPTER]}-{version}-{self._owner}-{next(self._numbers)}"
         path = self._directory / name
         path.mkdir(parents=True)
         try:
@@ -75,6 +112,4 @@ class ServedAdapter:
             raise MilesError(
                 f"SGLang rejected the adapter of version {version}: {answer.get('error_message') or 'no reason given'}"
             )
-        previous, self._name, self._version = self._name, name, version
-        if previous:
-            await self._call("unload_lora_adapter", {"lora_name": previous})
+        return name

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
+from miles_core.plugin import CheckpointError, ConfigError, StateKey, config_facts, model_facts, moe_layers
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
+from miles_sglang.adapters import adapter_arguments
 from miles_sglang.capture import graph_arguments
 from miles_sglang.choices import Choices
 from miles_sglang.config import server_arguments
@@ -25,6 +28,7 @@ from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
+from miles_sglang.shared import SharedServer, share
 from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
 from miles_workers import Restarts, worker_name
@@ -49,6 +53,8 @@ _CONTEXT_SLACK = 8
 
 #: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
 _EXACT = "MILES_TRUE_ON_POLICY"
+#: Base and choices -> the SGLang that several engines of this process use.
+SERVERS = StateKey[dict[str, SharedServer]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
@@ -63,6 +69,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     from miles_embedded import find_processor  # imports Transformers
 
     tokenizer, early = run.tokenizer, run.state.get(EARLY, {})
+    config = run.config_of(policy)
 
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -72,10 +79,13 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
 
     checkpoint, directory = policy.hf_checkpoint, log_file_of(run).parent
     # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
-    check_blocks(_text_config(Path(checkpoint)), codec_of(run.config_of(policy).rollout.precision))
+    check_blocks(_text_config(Path(checkpoint)), codec_of(config.rollout.precision))
     choices = _choices(run, policy)
     processor = find_processor(run, policy)
-    return assemble(checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor)
+    shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
+    return assemble(
+        checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor, shared
+    )
 
 
 def log_file_of(run: Any) -> Path:
@@ -92,12 +102,33 @@ def environment_of(run: Any, policy: Any) -> dict[str, str | None] | None:
 
 
 def _choices(run: Any, policy: Any) -> Choices:
+    """Return the choices for a policy's engine, which shares SGLang with those of other policies if the engine receives adapters."""
+    own = _own_choices(run, policy)
+    if run.config_of(policy).run.transport != "adapter":
+        return own
+    options = [run.config_of(each).plugin("lora") for each in _sharing(run, policy, own)]
+    return replace(own, arguments={**adapter_arguments(options), **own.arguments})
+
+
+def _sharing(run: Any, policy: Any, own: Choices) -> list[Any]:
+    """Return the policies whose adapters one SGLang applies: those with the same base and options, unless each engine starts an SGLang in a
+    process of its own."""
+    if not own.url and run.config.run.runtime != "inline":
+        return [policy]
+    return [
+        other
+        for other in run.policies
+        if other.generates and other.hf_checkpoint == policy.hf_checkpoint and _own_choices(run, other) == own
+    ]
+
+
+def _own_choices(run: Any, policy: Any) -> Choices:
     config = run.config_of(policy)
     options = config.plugin(plugin.name)
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     device = _device(config.model.device)
     return Choices(
-        arguments={**_tensor_parallel(config, device), **_adapters(run, config), **server_arguments(options)},
+        arguments={**_tensor_parallel(config, device), **server_arguments(options)},
         device=device,
         dtype=config.model.dtype,
         seed=config.train.seed,
@@ -118,23 +149,6 @@ def _choices(run: Any, policy: Any) -> Choices:
     )
 
 
-def _adapters(run: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments for adapters, if the engine receives them instead of weights (transport ``adapter``)."""
-    if config.run.transport != "adapter":
-        return {}
-    options = config.plugin("lora")
-    every = "all-linear" in options.target_modules
-    names = ["all"] if every else sorted({name.rpartition(".")[2] for name in options.target_modules})
-    # the next version is loaded before the previous one is unloaded
-    return {
-        "enable_lora": True,
-        "max_lora_rank": options.rank,
-        "lora_target_modules": names,
-        "max_loaded_loras": 2,
-        "max_loras_per_batch": 2,
-    }
-
-
 def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
     """Return ``tp_size`` if the runtime assigns GPUs to each engine: the engine's GPUs divided by the configured pipeline stages."""
     if config.run.runtime != "ray" or device != "cuda":
@@ -152,6 +166,7 @@ def assemble(
     early: dict[Path, Spawned] | None = None,
     codec_of: Callable[[str], Codec] | None = None,
     processor: ImageProcessor | None = None,
+    shared: dict[str, SharedServer] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -163,19 +178,13 @@ def assemble(
         choices: how to start SGLang.
         early: see ``ProcessLink``.
         codec_of, processor: precision -> codec, for ``SglangEngine.rebuild``, and processor of images; None without.
+        shared: the SGLangs that several engines use, by base and choices; None if this engine receives whole weights.
     """
     config = _text_config(Path(checkpoint))
-
-    def serve(codec: Codec) -> Served:
-        check_blocks(config, codec)
-        described = layout(checkpoint, codec)
-        tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
-        names = WeightNames(described.names, tied, layers, choices.trains_draft)
-        arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
-        return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
-
+    serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    link = _connect(choices, served, context, config, directory, early)
+    connect = partial(_connect, choices, served, context, config, directory, early)
+    link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
@@ -193,6 +202,31 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _serve(
+    checkpoint: str | Path, config: Mapping[str, Any], directory: Path, choices: Choices, codec: Codec
+) -> Served:
+    check_blocks(config, codec)
+    described = layout(checkpoint, codec)
+    tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
+    names = WeightNames(described.names, tied, layers, choices.trains_draft)
+    arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
+    return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
+
+
+def _base_of(checkpoint: str | Path, served: Served, choices: Choices) -> str:
+    """Return the key of an SGLang that engines with adapters share.
+
+    Raises:
+        ConfigError: SGLang would start without the base, which no update sends.
+    """
+    if served.described is not None and not served.described.stored:
+        raise ConfigError(
+            f"--hf-checkpoint {checkpoint} is not stored in the rollout's precision, and SGLang, which receives adapters only, reads the base "
+            "from it; convert the checkpoint (miles convert), or send merged weights (--lora-sync merged)"
+        )
+    return repr((str(checkpoint), choices))
 
 
 def _connect(

@@ -98,6 +98,8 @@ class SglangEngine(Engine):
         self._open.set()
 
     async def stop(self) -> None:
+        if not self.link.same_host:
+            await self._adapter.leave()
         await self.link.stop()
 
     def model_facts(self) -> Mapping[str, object]:

@@ -25,6 +25,11 @@ _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 #: Model types whose images SGLang 0.5.17 takes in this form (``multimodal/processors/qwen_vl.py``).
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+#: Layers that SGLang 0.5.17 joins, and those of them that every adapter of one must include (``srt/lora/lora.py``).
+_JOINED = (
+    (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"q_proj", "v_proj"})),
+    (frozenset({"gate_proj", "up_proj"}), frozenset({"gate_proj"})),
+)
 #: Model type -> why SGLang 0.5.17 cannot take processed images of it.
 REFUSED = {
     "glm4v": "SGLang 0.5.17 ignores the sizes of processed images in this family, so its positions would be wrong",
@@ -41,6 +46,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_address(facts),
         *_draft(facts),
         *_tables(facts),
+        *_adapted(facts),
         *_gpus(facts),
         *_machines(facts),
         *find_size_problems(facts, model),
@@ -79,6 +85,21 @@ def _images(facts: Facts) -> Iterator[Problem]:
         described,
         choices=("engine",),
     )
+
+
+def _adapted(facts: Facts) -> Iterator[Problem]:
+    """Report adapters of some parts of a layer that SGLang joins: it rejects them, or computes without them."""
+    if facts.value("engine") != "sglang" or facts.value("transport") != "adapter":
+        return
+    for policy in facts.policies:
+        fact = facts.scope(policy).lookup("lora.target_modules")
+        names = {name.strip().rpartition(".")[2] for name in str(fact.value).split(",")}
+        for parts, needed in _JOINED:
+            if names & parts and not needed <= names:
+                why = f"SGLang joins these layers and loads no adapter without {' and '.join(sorted(needed))}"
+                needs = f"{','.join(sorted(needed))} in --lora-target-modules"
+                yield Problem("sglang", needs, why, (describe_fact(fact),), choices=("lora.target_modules",))
+                return
 
 
 def _python_path(facts: Facts) -> Iterator[Problem]:

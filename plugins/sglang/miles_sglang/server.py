@@ -27,6 +27,9 @@ ANSWER_SECONDS = 3600.0
 FIRST_ANSWER_SECONDS = 30.0
 #: Maximum bytes of an answer of ``generate``; recorded experts and sampling supports are large.
 MAX_ANSWER = 4 << 30
+#: Options of which a server may have more than the run needs, and all that the run's adapters need.
+_LEAST = frozenset({"max_lora_rank", "max_loaded_loras", "max_loras_per_batch"})
+_OF_ADAPTERS = _LEAST | {"enable_lora", "lora_target_modules"}
 #: Maximum concurrent calls; each blocks one thread.
 _THREADS = 512
 
@@ -85,7 +88,16 @@ class ServerLink(Link):
 
     def _check(self, info: Mapping[str, Any]) -> None:
         """Raise SglangError if the server runs with other options than this run."""
-        other = [name for name, value in self.arguments.items() if name in info and info[name] not in _spellings(value)]
+        other = [
+            name for name, value in self.arguments.items() if name in info and not _suffices(name, info[name], value)
+        ]
+        if other and other[0] in _OF_ADAPTERS:
+            name, value = other[0], self.arguments[other[0]]
+            needed = " ".join(value) if isinstance(value, list) else "" if value is True else str(value)
+            raise SglangError(
+                f"--sglang-url {self.url}: the server runs with {name} = {info[name]}, which is too little for the adapters of this run; "
+                f"start it with --{name.replace('_', '-')} {needed}".rstrip()
+            )
         if other:
             flag = f"--sglang-{other[0].replace('_', '-')}"
             raise SglangError(
@@ -152,6 +164,10 @@ def _parse_answer(answer: Any, url: str) -> Answer:
         ) from error
 
 
-def _spellings(value: Any) -> tuple[Any, ...]:
-    """Return the values that a server may report for an option; SGLang reports its alias NEXTN as EAGLE."""
-    return (value, "EAGLE") if value == "NEXTN" else (value,)
+def _suffices(name: str, has: Any, needed: Any) -> bool:
+    """Whether the value that a server reports for an option serves a run that needs another or the same one."""
+    if name in _LEAST:
+        return has is None or has >= needed
+    if name == "lora_target_modules":
+        return "all" in (has or ()) or {*needed} <= {*(has or ())}
+    return bool(has == needed) or (needed == "NEXTN" and has == "EAGLE")  # SGLang's name of this alias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,3 +37,23 @@ def sglang_with(monkeypatch: Any) -> Callable[[Callable[[Path], Any]], list[Any]
         return links
 
     return use
+
+
+@pytest.fixture
+def quantized_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Give SGLang layers of a number format, also on a CPU."""
+
+    def install(format: str) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            return
+        module = f"{format}_on_cpu"
+        described = tmp_path / "plugins" / f"{module}-0.1.0.dist-info"
+        described.mkdir(parents=True)
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1.0\n")
+        (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:install\n")
+        paths = [str(described.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    return install

@@ -114,7 +114,9 @@ class Manager:
             "max_context": self.context,
             "processor": self.images,
         }
-        self.engine: Engine = EmbeddedEngine(model, Settings(self.detokenize, self.end, seed=7, **settings))
+        self.settings = Settings(self.detokenize, self.end, seed=7, **settings)
+        self.checkpoint = checkpoint
+        self.engine: Engine = EmbeddedEngine(model, self.settings)
         self.tensors = load_file(checkpoint / "model.safetensors")
         self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
         self.layers = model.config.get_text_config().num_hidden_layers
@@ -122,8 +124,7 @@ class Manager:
         self.asked: list[int] = []  # tokens that each request for a response came with
         self.paused = False
         self.released: set[str] = set()
-        self.base = dict(self.tensors)
-        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.adapters: dict[str, Engine] = {}  # name -> the base plus this adapter
         self.lora = arguments if arguments.get("enable_lora") else None
         self._load()
 
@@ -152,12 +153,14 @@ class Manager:
 
     async def generate_request(self, body: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
         assert not self.released
-        assert body.lora_path in (None, next(reversed(self.adapters), None)), "an adapter that is not the newest"
+        if body.lora_path and body.lora_path not in self.adapters:
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {body.lora_path}")
+        engine = self.adapters[body.lora_path] if body.lora_path else self.engine
         parameters = body.sampling_params
         key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
         media = self.images.receive(body.input_ids, body.image_data) if self.images and body.image_data else ()
         if parameters["max_new_tokens"] == 0:
-            (row,) = await self.engine.score([body.input_ids], 1.0, [media])
+            (row,) = await engine.score([body.input_ids], 1.0, [media])
             entries = [
                 (None, body.input_ids[0], None),
                 *((float(x), t, None) for x, t in zip(row, body.input_ids[1:], strict=False)),
@@ -182,7 +185,7 @@ class Manager:
         extras = ({support} if body.return_sampling_mask else set()) | (
             {ROUTES} if body.return_routed_experts else set()
         )
-        found = await self.engine.generate(Request(body.input_ids, sampling, key=key, extras=extras, media=media))
+        found = await engine.generate(Request(body.input_ids, sampling, key=key, extras=extras, media=media))
         meta: dict[str, Any] = {
             "output_token_logprobs": [(p, t, None) for p, t in zip(found.log_probs, found.tokens, strict=False)]
         }
@@ -231,20 +234,21 @@ class Manager:
             self.tensors[name].copy_(tensor)
 
     async def load_lora_adapter(self, body: Any, _: Any) -> Any:
-        """The adapter's sum with the base becomes the model of the double, which has one adapter at a time."""
+        """An engine with the adapter's sum with the base answers the requests that name the adapter."""
         if self.lora is None or body.lora_name in self.adapters or len(self.adapters) >= self.lora["max_loaded_loras"]:
             return Body(success=False, error_message="LoRA is not enabled, or there are too many adapters")
         config = json.loads((Path(body.lora_path) / "adapter_config.json").read_text())
         if config["r"] > self.lora["max_lora_rank"]:
             return Body(success=False, error_message=f"rank {config['r']} is too large")
-        found = self.adapters[body.lora_name] = load_file(Path(body.lora_path) / "adapter_model.safetensors")
-        self.tensors = dict(self.base)
+        found, tensors = load_file(Path(body.lora_path) / "adapter_model.safetensors"), dict(self.tensors)
         for name, down in found.items():
             if name.endswith("lora_A.weight"):
                 layer = name.removeprefix("base_model.model.").removesuffix("lora_A.weight") + "weight"
                 delta = found[name.replace("lora_A", "lora_B")] @ down * config["lora_alpha"] / config["r"]
-                self.tensors[layer] = self.base[layer] + delta
-        self._load()
+                tensors[layer] = self.tensors[layer] + delta
+        engine = EmbeddedEngine(load_model(str(self.checkpoint)), self.settings)
+        await engine.update_weights([Encoded(name, {name: tensor}) for name, tensor in tensors.items()], 0)
+        self.adapters[body.lora_name] = engine
         return Body(success=True)
 
     async def unload_lora_adapter(self, body: Any, _: Any) -> Any:
@@ -265,16 +269,17 @@ class Manager:
 
     async def pause_generation(self, body: Any) -> None:
         self.paused = True
-        await self.engine.pause(body.mode)
+        await asyncio.gather(*(engine.pause(body.mode) for engine in (self.engine, *self.adapters.values())))
 
     async def continue_generation(self, body: Any) -> None:
         self.paused = False
-        await self.engine.resume()
+        await asyncio.gather(*(engine.resume() for engine in (self.engine, *self.adapters.values())))
 
     def abort_request(self, rid: str) -> None:
         """Everything whose rid begins with this one."""
         keys = {key for one, key in self.rids.items() if one.startswith(rid)}
-        asyncio.get_running_loop().create_task(self.engine.abort(keys))  # type: ignore[arg-type]
+        for engine in (self.engine, *self.adapters.values()):
+            asyncio.get_running_loop().create_task(engine.abort(keys))
 
     async def flush_cache(self) -> Any:
         assert "kv_cache" not in self.released
@@ -299,7 +304,7 @@ class DoubleLink(Link):
     def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
         self.checkpoint, self.arguments = checkpoint, arguments
         self.drop = ""  # part of a tensor's name: buckets with it are lost on their way, without a word
-        self.starts = 0
+        self.starts = self.stops = 0
         self.fatal: dict[
             tuple[int, str], int
         ] = {}  # (number of the start, endpoint): the call of it that SGLang dies over
@@ -329,7 +334,7 @@ class DoubleLink(Link):
             raise AssertionError(str(error)) from error
 
     async def stop(self) -> None:
-        pass
+        self.stops += 1
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         return await self.start()

@@ -19,7 +19,7 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     monkeypatch.setattr(
         build,
         "assemble",
-        lambda checkpoint, codec, detokenize, directory, choices, early, codec_of, processor: directory,
+        lambda checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared: directory,
     )
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
     run = SimpleNamespace(

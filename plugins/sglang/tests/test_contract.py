@@ -148,24 +148,6 @@ def test_a_killed_scheduler_is_replaced_and_has_the_current_weights(tmp_path: Pa
     assert all(len(answer.tokens) == 400 and answer.finish == "length" for answer in answers)
 
 
-@pytest.fixture
-def quantized_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Give SGLang layers of a number format, also on a CPU."""
-
-    def install(format: str) -> None:
-        if gpu():
-            return
-        module = f"{format}_on_cpu"
-        described = tmp_path / "plugins" / f"{module}-0.1.0.dist-info"
-        described.mkdir(parents=True)
-        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1.0\n")
-        (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:install\n")
-        paths = [str(described.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-
-    return install
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("format", "family", "warm_up"),

@@ -211,6 +211,32 @@ def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatc
     refused("the server at this address is no SGLang server", url)
 
 
+def test_a_server_must_have_room_for_the_adapters(url: str, monkeypatch: Any) -> None:
+    has = {
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "max_loaded_loras": None,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+    monkeypatch.setattr(_Handler, "info", {**_Handler.info, **has})
+
+    async def check(**needed: Any) -> None:
+        link = ServerLink(url, arguments=needed)
+        await link.start()
+        await link.stop()
+
+    asyncio.run(check(enable_lora=True, max_lora_rank=8, max_loaded_loras=5, lora_target_modules=["v_proj"]))
+    for needed, flag in (
+        ({"max_lora_rank": 32}, "--max-lora-rank 32"),
+        ({"lora_target_modules": ["o_proj", "q_proj"]}, "--lora-target-modules o_proj q_proj"),
+    ):
+        with pytest.raises(SglangError, match=f"too little for the adapters of this run; start it with {flag}$"):
+            asyncio.run(check(**needed))
+    monkeypatch.setattr(_Handler, "info", {**_Handler.info, "enable_lora": False})
+    with pytest.raises(SglangError, match=r"enable_lora = False, .*start it with --enable-lora$"):
+        asyncio.run(check(enable_lora=True))
+
+
 def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(_Handler, "info", {**_Handler.info, "speculative_draft_model_path": "small"})
     engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Served(Codec(), WeightNames()), Path()))
