@@ -1,10 +1,10 @@
 """Number formats: the encoder of weights, conversion of checkpoints, and the API for modules of formats.
 
-``format_plugin`` makes a format's manifest. ``Format`` is the contract, ``Stored`` and ``store`` are for its storage. A GPU kernel is
-used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and writes into ``allocate_output``. A ``Product`` multiplies
-codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as a weight sync does; ``make_codec`` creates the codec of a
-policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``. Names are imported on first use, so that a manifest imports no
-torch.
+``format_plugin`` makes a format's manifest, and ``Fp8Options`` are options that several formats share. ``Format`` is the contract,
+``Stored`` and ``store`` are for its storage. A GPU kernel is used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and
+writes into ``allocate_output``. A ``Product`` multiplies codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as
+a weight sync does; ``make_codec`` creates the codec of a policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``. Names
+are imported on first use, so that a manifest imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from miles_core.sync.push import make_codec as make_codec
     from miles_formats.codec import FormatCodec as FormatCodec
+    from miles_formats.fp8_options import Fp8Options as Fp8Options
     from miles_formats.gpu_kernel import (
         READABLE as READABLE,
         allocate_output as allocate_output,
@@ -50,6 +51,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.precision.quantizer": "BYTES VALUES FormatItself Parity Quantizer bounded",
         "miles_core.sync.push": "make_codec",
         "miles_formats.codec": "FormatCodec",
+        "miles_formats.fp8_options": "Fp8Options",
         "miles_formats.gpu_kernel": "READABLE allocate_output convert_for_kernel reference_only runs_kernels",
         "miles_formats.manifest": "format_plugin",
         "miles_formats.scaled_mm": "need_scaled_mm",

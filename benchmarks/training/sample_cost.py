@@ -36,7 +36,12 @@ PROMPT, RESPONSE, GROUP, WARM_UP = 64, 256, 8, 2
 #: Stage -> files and folders of its functions. Others, such as ``data/sample.py``, belong to the stage of their caller.
 STAGES = {
     "engine": ["benchmarks/"],
-    "prompts": ["miles_core/rollout/queue.py", "miles_core/data/prompt"],
+    "prompts": [
+        "miles_core/rollout/queue.py",
+        "miles_core/data/prompts.py",
+        "miles_core/data/prompt_file.py",
+        "miles_core/data/tokenizer.py",
+    ],
     "requests": ["miles_core/rollout/generate.py", "miles_core/rollout/keys.py"],
     "checks": ["miles_core/contracts/engine.py"],
     "hooks": ["miles_core/plugin/", "miles_core/contracts/boundaries.py"],
@@ -83,7 +88,7 @@ def measure(samples: int, given: argparse.Namespace, model: Path, directory: Pat
             await original(run, *parts)
             seconds.append(time.process_time() - started)
 
-    loop.step = step
+    loop.step = step  # type: ignore[assignment]
     replace_parts()
     flags = f"""--hf-checkpoint {model} --save {directory / "run"} --device cpu --seed 0 --rm-type exact --label-key label
         --rollout-batch-size {samples // GROUP} --n-samples-per-prompt {GROUP} --rollout-max-response-len {RESPONSE} --lr 1e-6
@@ -170,7 +175,7 @@ def replace_parts() -> None:
         return Response(tokens[:], log_probs[:], "length", text, [(0, self.version)])
 
     EmbeddedEngine.generate = generate  # type: ignore[method-assign]
-    EmbeddedTrainer.step = lambda *_: {}  # type: ignore[method-assign, assignment]
+    EmbeddedTrainer.step = lambda *_: {}  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
