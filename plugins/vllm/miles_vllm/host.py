@@ -87,10 +87,8 @@ class Host:
         sampling = SamplingParams(**parameters, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
         self._running.add(number)
         try:
-            result: Any = None
             prompt = TokensPrompt(prompt_token_ids=list(tokens))
-            async for result in self.llm.generate(prompt, sampling, str(number)):
-                pass
+            (result,) = [each async for each in self.llm.generate(prompt, sampling, str(number))]
         finally:
             self._running.discard(number)
         made, scored = result.outputs[0], result.prompt_logprobs
