@@ -30,10 +30,17 @@ plugin = Plugin(
         ),
     },
     requires=(
+        Rule(needs="model.device != cpu", when="vllm.enable_sleep_mode", because="vLLM sleeps on GPUs only"),
         Rule(
             needs="model.device != cpu",
-            when="vllm.enable_sleep_mode or vllm.enable_return_routed_experts",
-            because="vLLM supports sleep mode and the record of routed experts on GPUs only",
+            when="vllm.enable_return_routed_experts",
+            because="vLLM records routed experts on GPUs only",
+        ),
+        Rule(
+            needs="gpu.count > 0 and model.device != cpu",
+            when="engine == vllm and model.num_experts > 0",
+            because="on a CPU, vLLM 0.32 computes another function with experts after it has reloaded them; --engine embedded also runs on "
+            "a CPU",
         ),
         Rule(
             needs="rollout.pause_generation_mode == abort",
@@ -41,9 +48,9 @@ plugin = Plugin(
         ),
         Rule(needs="rollout.temperature <= 2", because="vLLM accepts no higher temperature"),
         Rule(
-            needs="not rollout.top_p < 1 and not rollout.top_k > 0",
-            because="with top-p or top-k, vLLM returns log-probs over the sampling support, and this plugin does not return the support "
-            "itself; use --engine embedded or sglang",
+            needs="not rollout.full_vocab_logprobs",
+            when="rollout.top_p < 1 or rollout.top_k > 0",
+            because="with top-p or top-k, vLLM returns log-probs over the sampling support only",
         ),
     ),
     review="miles_vllm.review:review",

@@ -28,9 +28,15 @@ def _installed(facts: Facts) -> Iterator[Problem]:
         yield Problem("vllm", f"vLLM {TESTED}", f"{has}: {INSTALL}", described, choices=("engine",))
 
 
+def _no_arguments() -> list[dict[str, object]]:
+    return [{"vllm.args": ""}]
+
+
 def _arguments(facts: Facts) -> Iterator[Problem]:
     try:
         read_args(str(facts.value("vllm.args") or ""))
     except ConfigError as error:
         described = (describe_fact(facts.lookup("vllm.args")),)
-        yield Problem("vllm", "arguments that vLLM takes", str(error), described, choices=("vllm.args",))
+        yield Problem(
+            "vllm", "arguments that vLLM takes", str(error), described, choices=("vllm.args",), tries=_no_arguments
+        )

@@ -5,22 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles_core.data import Encoded
 from miles_workers.transport import Bucket, DeviceMemory, room_of, round_to_blocks
-
-
-class Memory(Protocol):
-    """Memory of a bucket: its bytes, and their description in messages."""
-
-    buffer: Tensor
-    memory: Mapping[str, Any]
-
-    def close(self) -> None: ...
 
 
 class HostMemory:
@@ -52,7 +43,7 @@ class Sender:
 
     def __init__(self, limit: int, device: str) -> None:
         self._limit, self._device = limit, device
-        self._memory: Memory | None = None
+        self._memory: DeviceMemory | HostMemory | None = None
 
     async def send(
         self, units: Iterable[Encoded], receive: Callable[[Mapping[str, Any], bool], Awaitable[None]]
@@ -98,6 +89,5 @@ class Sender:
         nbytes = max(round_to_blocks(nbytes), round_to_blocks(1))
         if self._memory is None or len(self._memory.buffer) < nbytes:
             self.close()
-            made: Memory = DeviceMemory(nbytes, torch.device("cuda")) if self._device == "cuda" else HostMemory(nbytes)
-            self._memory = made
+            self._memory = DeviceMemory(nbytes, torch.device("cuda")) if self._device == "cuda" else HostMemory(nbytes)
         return self._memory.buffer

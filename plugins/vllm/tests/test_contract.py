@@ -61,8 +61,9 @@ class TestVllm(VllmContract):
         return engine_for(checkpoint, limits, **({"enable_sleep_mode": True} if gpu() else {}))
 
 
+@pytest.mark.skipif(installed.version() is not None and not gpu(), reason="vLLM 0.32 reloads experts wrongly on a CPU")
 class TestExperts(VllmContract):
-    extra = "rollout_routed_experts" if installed.version() and gpu() else None
+    extra = "rollout_routed_experts"
 
     async def make(self, checkpoint: Path, limits: Limits) -> VllmEngine:
-        return engine_for(checkpoint, limits, **({"enable_return_routed_experts": True} if gpu() else {}))
+        return engine_for(checkpoint, limits, enable_return_routed_experts=True)
