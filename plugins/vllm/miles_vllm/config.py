@@ -45,7 +45,6 @@ class VllmConfig:
     tensor_parallel_size: int | None = option(
         None,
         flag="--vllm-tensor-parallel-size",
-        aliases=("--vllm-tp-size",),
         help="number of GPUs of one vLLM (default: 1; with --runtime ray, --rollout-num-gpus-per-engine)",
         gt=0,
     )
