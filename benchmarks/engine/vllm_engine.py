@@ -69,9 +69,8 @@ async def measure(given: Any, checkpoint: Path, engine: VllmEngine) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="bfloat16" if device == "cuda" else "float32").to(
-        device
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="bfloat16" if device == "cuda" else "float32")
+    model = model.to(device)
     syncs = []
     for version in range(4):
         started = time.perf_counter()

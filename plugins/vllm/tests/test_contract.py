@@ -15,8 +15,15 @@ from miles_vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(installed.version() is None, reason="vLLM is not installed")
 
-#: What vLLM's kernels take: a head of 64, and sizes that are multiples of 128.
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+#: What vLLM's kernels take: a head of 64, and sizes that are multiples of 128. vLLM computes ahead of this process, so with fewer layers a
+#: response may be complete before it can be aborted.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "num_hidden_layers": 12,
+}
 
 
 def gpu() -> bool:
