@@ -61,9 +61,11 @@ class EngineContract(Interruptions):
         family: model family of ``miles_testing.tiny.FAMILIES``.
         atol: tolerance of log-probabilities of the same tokens (generation and ``score``, or a new load).
         extra: a ``token-1`` field that engines from ``make`` can record, or None.
+        hottest: a temperature that the engine supports, at which all tokens have similar probabilities.
     """
 
     family = "qwen3_moe"
+    hottest = 3.0
 
     async def make(self, checkpoint: Path, limits: Limits) -> Engine:
         """Make an engine that serves ``checkpoint``; do not start it."""
@@ -157,7 +159,7 @@ class EngineContract(Interruptions):
         assert (len(response.tokens), response.finish) == (Limits().max_context - 40, "length")
 
     def test_the_end_token_ends_unless_ignored(self, engine: Engine, runner: asyncio.Runner) -> None:
-        hot = Sampling(30, temperature=3.0)
+        hot = Sampling(30, temperature=self.hottest)
         responses = ask(runner, engine, [PROMPTS[1]] * 24, hot)
         ended = [r for r in responses if r.finish == "stop"]
         assert ended and all(r.tokens[-1] == 1 and 1 not in r.tokens[:-1] for r in ended)

@@ -17,11 +17,12 @@ from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_workers.engine_worker import EngineWorker
-    from miles_workers.local_process import process_state, uses_cpu
+    from miles_workers.local_process import LocalProcess, ProcessEnded, process_state, uses_cpu
     from miles_workers.object_reader import ObjectReader, ReaderEnded, load_function, make_answer
     from miles_workers.object_ref import ObjectRef, Stored
     from miles_workers.output import last_lines, worker_name, write_there
     from miles_workers.rank_worker import RankWorker
+    from miles_workers.renewal import EngineLost, Renewal
     from miles_workers.restarts import Restarts
     from miles_workers.rollout_worker import RolloutWorker
     from miles_workers.runtime import RemoteRuntime
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     from miles_workers.workers import Workers, short_of_memory
 
 __all__ = [
+    "EngineLost",
     "EngineWorker",
+    "LocalProcess",
     "ObjectReader",
     "ObjectRef",
+    "ProcessEnded",
     "RankWorker",
     "ReaderEnded",
     "RemoteRuntime",
+    "Renewal",
     "Restarts",
     "RolloutWorker",
     "Stored",
@@ -57,12 +62,13 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.object_ref": "ObjectRef Stored",
         "miles_workers.object_reader": "ObjectReader ReaderEnded load_function make_answer",
         "miles_workers.engine_worker": "EngineWorker",
-        "miles_workers.local_process": "process_state uses_cpu",
+        "miles_workers.local_process": "LocalProcess ProcessEnded process_state uses_cpu",
         "miles_workers.output": "last_lines worker_name write_there",
         "miles_workers.rank_worker": "RankWorker",
         "miles_workers.rollout_worker": "RolloutWorker",
         "miles_workers.runtime": "RemoteRuntime",
         "miles_workers.worker": "WorkerSpec Worker",
+        "miles_workers.renewal": "EngineLost Renewal",
         "miles_workers.restarts": "Restarts",
         "miles_workers.workers": "Workers short_of_memory",
     },

@@ -34,6 +34,8 @@ from miles_sglang import worker
 from miles_sglang.engine import SglangEngine
 from miles_sglang.server import ServerLink
 from miles_testing import tiny_checkpoint
+from miles_vllm import review as vllm_review
+from miles_vllm.engine import VllmEngine
 
 #: Plugins that provide a format or a side; others take no part.
 CATALOGUE = {
@@ -42,7 +44,7 @@ CATALOGUE = {
 FORMATS = sorted(name for manifest in CATALOGUE.values() for name in manifest.formats)
 URL = "http://host:30000"
 #: Engines and trainers: name -> facts. A server that the run did not start has no parity, because it quantises nothing on request.
-ENGINES = {"embedded": {}, "sglang": {}, "sglang at an address": {"engine": "sglang", "sglang.url": URL}}
+ENGINES = {"embedded": {}, "sglang": {}, "sglang at an address": {"engine": "sglang", "sglang.url": URL}, "vllm": {}}
 TRAINERS = ("embedded", "megatron")
 #: Whole tiles of every format.
 SIZES = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -120,6 +122,7 @@ def starts(kernels, tmp_path):
         "embedded": engine,
         "sglang": SglangEngine(Kernels(), served),
         "sglang at an address": SglangEngine(ServerLink(URL), served),
+        "vllm": VllmEngine(SimpleNamespace(capabilities=frozenset(), bucket_bytes=1, device="cpu")),
     }
     trainers = {
         "embedded": lambda format: EmbeddedTrainer.quantizer(trainer, format),
@@ -144,8 +147,9 @@ def starts(kernels, tmp_path):
     return start
 
 
-def test_the_start_accepts_what_the_plan_accepts(starts):
+def test_the_start_accepts_what_the_plan_accepts(starts, monkeypatch):
     """... and a side that the plan refuses for its format would stop the start."""
+    monkeypatch.setattr(vllm_review, "version", lambda: "0.32.0")
     host = facts_for(load(["--hf-checkpoint", str(starts.checkpoint)]), ["hardware=8xB200"])
     accepted = set()
     for rollout, train, engine, trainer in product(("bf16", *FORMATS), ("bf16", *FORMATS), ENGINES, TRAINERS):
@@ -173,6 +177,7 @@ def test_the_start_accepts_what_the_plan_accepts(starts):
         *product(("mxfp8",), ("bf16", "mxfp8")),
         *product(("int4",), ("bf16", "int4")),
     }
+    assert {rollout for rollout, _, engine, _ in accepted if engine == "vllm"} == {"bf16"}
     assert {row[:2] for row in accepted if row[2:] == ("embedded", "embedded")} >= {*on_sglang, ("nvfp4", "nvfp4")}
     assert ("mxfp8", "mxfp8", "sglang", "megatron") in accepted and not any(
         "nvfp4" in row and "megatron" in row for row in accepted

@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from miles_workers.transport.broadcast import Broadcast
     from miles_workers.transport.bucket import Bucket, room_of, round_to_blocks
     from miles_workers.transport.checksum import BLOCK
+    from miles_workers.transport.coverage import Coverage
     from miles_workers.transport.delta import difference
     from miles_workers.transport.device_memory import DeviceMemory, Loan
+    from miles_workers.transport.weight_names import DRAFT, NameCheck, WeightNames
 
 __all__ = [
     "BLOCK",
+    "DRAFT",
     "Arrival",
     "Arrivals",
     "Broadcast",
     "Bucket",
+    "Coverage",
     "DeviceMemory",
     "Inbox",
     "Loan",
+    "NameCheck",
+    "WeightNames",
     "difference",
     "room_of",
     "round_to_blocks",
@@ -39,7 +45,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.transport.broadcast": "Broadcast",
         "miles_workers.transport.bucket": "Bucket room_of round_to_blocks",
         "miles_workers.transport.checksum": "BLOCK",
+        "miles_workers.transport.coverage": "Coverage",
         "miles_workers.transport.delta": "difference",
         "miles_workers.transport.device_memory": "DeviceMemory Loan",
+        "miles_workers.transport.weight_names": "DRAFT NameCheck WeightNames",
     },
 )

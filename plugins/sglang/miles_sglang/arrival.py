@@ -9,8 +9,7 @@ import torch
 
 from miles_core.data import Encoded
 from miles_sglang.buckets import Bucket, Flat, split_into_buckets
-from miles_sglang.weight_names import NameCheck
-from miles_workers.transport import Arrival
+from miles_workers.transport import Arrival, NameCheck
 
 
 class Loading:

@@ -30,8 +30,8 @@ from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedServer, share
 from miles_sglang.spawn import EARLY, Spawned
-from miles_sglang.weight_names import WeightNames
 from miles_workers import Restarts, worker_name
+from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
     from miles_embedded import ImageProcessor
@@ -210,7 +210,7 @@ def _serve(
     check_blocks(config, codec)
     described = layout(checkpoint, codec)
     tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
-    names = WeightNames(described.names, tied, layers, choices.trains_draft)
+    names = WeightNames("SGLang", described.names, tied, layers, choices.trains_draft)
     arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
     return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 

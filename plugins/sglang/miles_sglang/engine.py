@@ -23,11 +23,10 @@ from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
 from miles_sglang.link import Link, SglangError, SglangLost
-from miles_sglang.renewal import Renewal
 from miles_sglang.settings import Settings
 from miles_sglang.update_result import check_accepted, check_coverage
-from miles_sglang.weight_names import NameCheck
-from miles_workers.transport import Arrival, Arrivals
+from miles_workers import EngineLost, Renewal
+from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class SglangEngine(Engine):
         self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
-        self._renewal = Renewal(self._spend, self._renew)
+        self._renewal = Renewal("SGLang", self._spend, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
         self._adapter = ServedAdapter(lambda endpoint, body: self.link.call(endpoint, body), settings.weights_dir)
 
@@ -258,7 +257,7 @@ class SglangEngine(Engine):
         """``Link.call``, repeated after a restart if SGLang dies during the call."""
         return await self._renewal.retry(lambda: self.link.call(endpoint, body))
 
-    def _spend(self, lost: SglangLost) -> None:
+    def _spend(self, lost: EngineLost) -> None:
         """Count one restart of SGLang. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
         if self.resend is None:
             raise WorkerLost("", lost.cause, lost.lines) from lost

