@@ -344,6 +344,10 @@ class Runtime(ABC):
     async def build(self, policy: Policy) -> PolicyParts:
         """Build the learner and the engine of a policy. The engine is started, but has no weights of this run yet."""
 
+    async def discard(self, parts: PolicyParts) -> None:
+        """Release the parts of one policy while the others stay. Raises MilesError if this runtime cannot."""
+        raise MilesError(f"{type(self).__name__} releases its policies together, at the end of the run")
+
     @abstractmethod
     async def close(self) -> None:
         """Release all parts, including those of an incomplete build."""
