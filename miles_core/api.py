@@ -133,19 +133,12 @@ async def open_run(**options: Any) -> AsyncIterator[OpenRun]:
     """
     from miles_core.config.command import Command
     from miles_core.config.load import load
-    from miles_core.primitives import open_run
-    from miles_core.run.directory import claim_directory
-    from miles_core.run.prepare import apply_plan, localise, prepare, set_environment
+    from miles_core.primitives import open_requested
 
-    config = localise(load(arguments(options), command=Command()))
-    accepted, catalogue = prepare(config)
-    config = apply_plan(config, accepted)
-    set_environment(accepted)
-    with claim_directory(config) as directory:
-        async with open_run(config, accepted, catalogue, directory) as opened:
-            for policy in [*opened.run.policies]:
-                await opened.add(policy)
-            yield opened
+    async with open_requested(load(arguments(options), command=Command())) as opened:
+        for policy in [*opened.run.policies]:
+            await opened.add(policy)
+        yield opened
 
 
 def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:

@@ -40,10 +40,12 @@ from miles_core.plugin.plan import Plan
 from miles_core.rollout.generate import EngineRequests
 from miles_core.rollout.sampling import training_sampling
 from miles_core.rollout.transcript import add_response
+from miles_core.run.directory import claim_directory
 from miles_core.run.make import make_run
 from miles_core.run.parts import notify_plugins, runtime_of
+from miles_core.run.prepare import apply_plan, localise, prepare, set_environment
 from miles_core.sync.push import check_synced, push
-from miles_core.train.named_losses import vocabulary_of
+from miles_core.train.named_losses import LOSS_SUM, NamedLoss, check_loss, evaluate, vocabulary_of
 
 #: File of a saved state that describes it.
 STATE = "state.json"
@@ -104,6 +106,14 @@ class OpenPolicy:
     ) -> Gradients:
         """Add the gradients of a loss, see ``LearnerHandle.forward_backward``."""
         return await self.parts.learner.forward_backward(samples, loss, settings)
+
+    async def forward(
+        self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float] | None = None
+    ) -> Gradients:
+        """Compute what ``forward_backward`` returns without gradients. The loss ``policy`` is not supported."""
+        check_loss(samples, loss, settings or {}, vocabulary_of(self.run))
+        log_probs = await self.log_probs(samples)
+        return Gradients({LOSS_SUM: evaluate(samples, log_probs, NamedLoss(loss, settings or {}))}, log_probs)
 
     async def optimizer_step(self, lr: float | None = None) -> Metrics:
         """Run the optimizer on the gradients, see ``LearnerHandle.optimizer_step``."""
@@ -241,3 +251,19 @@ async def open_run(
             yield OpenRun(run, runtime)
         finally:
             await runtime.close()
+
+
+@asynccontextmanager
+async def open_requested(requested: Config) -> AsyncIterator[OpenRun]:
+    """Resolve a user's configuration, claim its run directory and open the run.
+
+    Raises:
+        PlanError, ConfigError: the run cannot work.
+    """
+    config = localise(requested)
+    accepted, catalogue = prepare(config)
+    config = apply_plan(config, accepted)
+    set_environment(accepted)
+    with claim_directory(config) as directory:
+        async with open_run(config, accepted, catalogue, directory) as opened:
+            yield opened

@@ -42,11 +42,14 @@ class HttpServer:
     Args:
         host, port: where to listen; port 0 takes a free one.
         max_body: maximum bytes of a request.
-        flags: start of the flags ``--FLAGS-host``, ``--FLAGS-port`` and ``--FLAGS-max-body``, for error messages.
+        flags: the flags are ``{flags}host``, ``{flags}port`` and ``{flags}max-body``, for error messages.
 
     Attributes:
+        name: what messages call it.
         address: ``http://HOST:PORT`` while listening.
     """
+
+    name = "server"
 
     def __init__(self, host: str, port: int, max_body: int, flags: str) -> None:
         self.host, self.port, self.max_body, self.flags = host, port, max_body, flags
@@ -79,8 +82,7 @@ class HttpServer:
         except OSError as error:
             listener.close()
             raise ConfigError(
-                f"the {self.flags} cannot listen on {self.host}:{self.port} ({error.strerror}); give another --{self.flags}-host or "
-                f"--{self.flags}-port"
+                f"the {self.name} cannot listen on {self.host}:{self.port} ({error.strerror}); give another {self.flags}host or {self.flags}port"
             ) from error
         config = uvicorn.Config(
             self.serve,
@@ -133,7 +135,7 @@ class HttpServer:
         if size > self.max_body:
             raise ApiError(
                 413,
-                f"the request has {size} bytes or more; --{self.flags}-max-body is {self.max_body}",
+                f"the request has {size} bytes or more; {self.flags}max-body is {self.max_body}",
                 "request_too_large",
             )
         return b"".join(parts)

@@ -27,7 +27,7 @@ from torch import Tensor
 from miles_core.algorithm.ratio import masked_sum, ratio_of
 from miles_core.contracts.run import Run
 from miles_core.contracts.trainer import Context, Loss, Output
-from miles_core.data.batch import Batch
+from miles_core.data.batch import Batch, collate
 from miles_core.data.column import find_token_fault
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
@@ -138,3 +138,14 @@ def check_loss(samples: Sequence[Sample], loss: str, settings: Mapping[str, floa
 def vocabulary_of(run: Run) -> int:
     """Return the number of token ids of the run's model."""
     return int(run.plan.fact("model.vocab_size") or sys.maxsize)
+
+
+def evaluate(samples: Sequence[Sample], log_probs: Sequence[np.ndarray], loss: NamedLoss) -> float:
+    """Compute the loss of samples from the log-probabilities of their response tokens."""
+    batch = collate(samples, LOSS_FIELDS)
+    batch.columns.setdefault("loss_weight", batch.mask)
+    column = torch.zeros(len(batch.tokens))
+    starts = batch.starts + batch.prompt_lengths
+    for start, own in zip(starts.tolist(), log_probs, strict=True):
+        column[start : start + len(own)] = torch.from_numpy(own)
+    return float(loss(Output(log_probs=column), batch, Context("verify", (), torch.arange(0))).value)

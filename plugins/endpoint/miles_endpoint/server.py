@@ -48,8 +48,10 @@ class Server(HttpServer):
         url: base URL for agents.
     """
 
+    name = "endpoint"
+
     def __init__(self, models: Models, host: str, port: int, max_body: int, url: str | None = None) -> None:
-        super().__init__(host, port, max_body, "endpoint")
+        super().__init__(host, port, max_body, "--endpoint-")
         self.models = models
         self.sessions: dict[str, Session] = {}
         self.url, self._given_url = "", url
