@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -22,7 +22,20 @@ from miles_service.service import Service, delete_unnamed
 #: Environment variable with the token of clients; a random one is made without it.
 TOKEN = "MILES_SERVE_TOKEN"
 #: Options of the run that the service needs.
-BEFORE = ("--plugins=service,lora", "--lora-sync=adapter")
+BEFORE = ("--plugins=lora", "--lora-sync=adapter")
+#: Facts of the plan that the service needs -> the value and the reason.
+NEEDS = {
+    "engine": ("embedded", "all models share the weights of one base, in one process"),
+    "trainer": ("embedded", "all models share the weights of one base, in one process"),
+    "runtime": ("inline", "models are created while the service runs"),
+    "colocate": (False, "models train and generate at the same time"),
+    "lora.sync": ("adapter", "all models share the weights of one base"),
+    "rollout.temperature": (
+        1.0,
+        "losses refer to the model's own distribution; clients choose the temperature of each sample",
+    ),
+    "train.optimizer": ("adamw", "clients set the coefficients of AdamW"),
+}
 #: Requests of samplers that run together; the engine batches their responses.
 MOST_SAMPLES = 256
 USAGE = "miles serve --hf-checkpoint DIR [--port N] [--max-adapters N] [any option of miles train]"
@@ -76,7 +89,8 @@ async def serve(server: ServiceServer, words: list[str], most: int, samplers: in
     stop, ready = asyncio.Event(), Future[Service]()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    thread = ModelThread(words, command, most, samplers, ready)
+    loop = asyncio.get_running_loop()
+    thread = ModelThread(words, command, most, samplers, ready, lambda: loop.call_soon_threadsafe(stop.set))
     thread.start()
     try:
         server.service = await asyncio.wrap_future(ready)
@@ -97,11 +111,21 @@ class ModelThread(threading.Thread):
     Args:
         words, command, most, samplers: see ``serve``.
         ready: receives the service, or the error that prevented it.
+        ended: called at the end.
     """
 
-    def __init__(self, words: list[str], command: Command, most: int, samplers: int, ready: Future[Service]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        command: Command,
+        most: int,
+        samplers: int,
+        ready: Future[Service],
+        ended: Callable[[], object],
+    ) -> None:
         super().__init__(name="models")
-        self.words, self.command, self.most, self.samplers, self.ready = words, command, most, samplers, ready
+        self.words, self.command, self.most, self.samplers = words, command, most, samplers
+        self.ready, self.ended = ready, ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -115,6 +139,8 @@ class ModelThread(threading.Thread):
             if self.ready.done():
                 raise
             self.ready.set_exception(error)
+        finally:
+            self.ended()
 
     def stop(self) -> None:
         """Cancel what runs, release the models and wait for the thread."""
@@ -134,6 +160,9 @@ class ModelThread(threading.Thread):
         base = requested.model.hf_checkpoint
         logs.configure(requested.run.log_level if requested.is_set("log_level") else "warning")
         async with open_requested(requested) as run:
+            for name, (value, reason) in NEEDS.items():
+                if (found := run.run.plan.fact(name)) != value:
+                    raise ConfigError(f"miles serve needs {name} = {value} and not {found}: {reason}")
             delete_unnamed(run.run.directory)
             context, queue = run.run.plan.fact("model.context"), FairQueue(MOST_SAMPLES)
             adapters, saved = Adapters(run, self.most, self.samplers), SavedWeights(run.run.directory)

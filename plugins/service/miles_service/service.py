@@ -12,7 +12,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from miles_service.adapters import Adapter, Adapters
 from miles_service.datums import INPUTS, make_batch
 from miles_service.paths import KEPT, SavedWeights
 from miles_service.queue import FairQueue, Job
+from miles_service.sessions import Model, Session
 from miles_service.wire import encode_gradients, encode_samples
 from miles_tools.http_server import ApiError
 
@@ -45,46 +45,6 @@ UNSUPPORTED = (
     "record_stability_info",
 )
 NOTICE = "adapters of this server are on linear layers of the decoder: train_unembed has no effect"
-
-
-@dataclass
-class Session:
-    """One client.
-
-    Attributes:
-        id: its id.
-        seen: time of its last request.
-        finished: whether it has ended.
-    """
-
-    id: str
-    seen: float
-    finished: bool = False
-
-
-@dataclass
-class Model:
-    """A model that a client trains.
-
-    Attributes:
-        id: its id.
-        session: the client that owns it.
-        adapter: the model once it is made; None before, and after it was unloaded.
-        unloaded: whether it was unloaded.
-        last: the last sequence number.
-    """
-
-    id: str
-    session: Session
-    adapter: Adapter | None = None
-    unloaded: bool = False
-    last: int = 0
-
-    def require(self) -> Adapter:
-        """Return the adapter. Raises MilesError if it could not be made, or was unloaded."""
-        if self.adapter is None:
-            raise MilesError(f"the model {self.id} {'was unloaded' if self.unloaded else 'could not be created'}")
-        return self.adapter
 
 
 class Service:
@@ -317,7 +277,8 @@ class Service:
         """Generate responses, and score the prompt if requested."""
         for name in UNSUPPORTED:
             if body.get(name):
-                raise ApiError(400, f"{name} is not supported by this server", "unsupported")
+                what = "the loss stable_reinforce (record_stability_info)" if name == "record_stability_info" else name
+                raise ApiError(400, f"{what} is not supported by this server", "unsupported")
         if body.get("sampling_session_id") is None:
             raise ApiError(
                 400, "create a sampling session first; requests with model_path are not supported", "unsupported"

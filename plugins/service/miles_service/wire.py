@@ -18,7 +18,8 @@ from miles_tools.http_server import ApiError
 #: DType -> numpy dtype.
 DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 #: message -> field number -> (name, type): the name of a message, "bytes", "string", "double", "int" or "ints". Fields in [] are lists.
-MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
+Messages = Mapping[str, Mapping[int, tuple[str, str]]]
+MESSAGES: Messages = {
     "request": {
         1: ("model_id", "string"),
         2: ("seq_id", "int"),
@@ -47,7 +48,7 @@ def decode_request(data: bytes) -> dict[str, Any]:
         ApiError: it cannot be decoded, or has images or audio, sparse tensors or settings that are texts.
     """
     try:
-        found = _decode(memoryview(data), "request")
+        found = decode(memoryview(data), "request")
         settings = {entry["key"]: entry.get("value", 0.0) for entry in found.get("loss_fn_config", ())}
         for entry in found.get("loss_fn_config_v2", ()):
             if "text" in entry["value"]:
@@ -83,9 +84,9 @@ def _tensor(name: str, found: Mapping[str, Any]) -> np.ndarray:
     return array.reshape(found["shape"]) if "shape" in found else array
 
 
-def _decode(data: memoryview, message: str) -> dict[str, Any]:
+def decode(data: memoryview, message: str, messages: Messages = MESSAGES) -> dict[str, Any]:
     """Decode the known fields of a message; those that are absent have no entry."""
-    fields, found, at = MESSAGES[message], dict[str, Any](), 0
+    fields, found, at = messages[message], dict[str, Any](), 0
     while at < len(data):
         tag, at = _varint(data, at)
         value, at = _value(data, at, tag & 7)
@@ -95,9 +96,9 @@ def _decode(data: memoryview, message: str) -> dict[str, Any]:
         if kind == "ints":
             found.setdefault(name, []).extend(_varints(value) if isinstance(value, memoryview) else [value])
         elif kind.startswith("["):
-            found.setdefault(name, []).append(_decode(value, kind[1:-1]))
+            found.setdefault(name, []).append(decode(value, kind[1:-1], messages))
         else:
-            found[name] = _convert(value, kind)
+            found[name] = decode(value, kind, messages) if kind in messages else _convert(value, kind)
     return found
 
 
@@ -106,8 +107,6 @@ def _convert(value: Any, kind: str) -> Any:
         return value
     if kind == "double":
         return struct.unpack("<d", value)[0]
-    if kind in MESSAGES:
-        return _decode(value, kind)
     return str(value, "utf-8") if kind == "string" else bytes(value)
 
 
