@@ -124,8 +124,11 @@ class OpenPolicy:
         await self.parts.learner.configure(options)
 
     async def sync(self) -> Metrics:
-        """Send the current weights to the engine; returns metrics of the plan's checks."""
+        """Send the current weights to the engine, which is paused meanwhile; returns metrics of the plan's checks."""
+        engine = self.parts.serving
+        await engine.pause(self.run.config.rollout.pause_generation_mode)
         report = await push(self.parts, self.policy.version + 1)
+        await engine.resume()  # not after a failure, because the engine's weights are incomplete then
         self.policy.version = report.version
         return {"sync/bytes": float(report.nbytes), **await check_synced(self.run, self.parts)}
 
