@@ -137,11 +137,11 @@ class Learner:
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float]
-    ) -> tuple[Pairs, list[np.ndarray | None]]:
+    ) -> tuple[Pairs, list[np.ndarray]]:
         """Add the gradients of these samples' loss to the held ones; see ``LearnerHandle.forward_backward``.
 
         Returns:
-            metrics, and the log-probabilities of each sample's response tokens.
+            metrics, and the log-probabilities of each sample's response tokens; [] on a rank that computes no loss.
         """
         recorder = self._recorder or TokenRecorder()
         function = self.trainer.callbacks.loss if loss == POLICY else NamedLoss(loss, settings)
@@ -161,7 +161,7 @@ class Learner:
         if LOSS_SUM in metrics:
             metrics[LOSS_SUM] = (metrics[LOSS_SUM][0], float(self.trainer.world.replica == 0))
         found = zip(recorder.recorded_log_probs(len(batch)), batch.prompt_lengths.tolist(), strict=True)
-        return metrics, [None if own is None else own[prompt:] for own, prompt in found]
+        return metrics, [own[prompt:] for own, prompt in found if own is not None]
 
     def apply_gradients(self, lr: float | None) -> Pairs:
         """Run the optimizer on the held gradients; see ``LearnerHandle.optimizer_step``."""

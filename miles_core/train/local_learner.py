@@ -58,7 +58,7 @@ class LocalLearner(LearnerHandle):
         check_loss(samples, loss, settings or {}, vocabulary_of(self.run))
         async with self.memory.train(), self._turn:
             pairs, found = self.rank.forward_backward(samples, loss, settings or {})
-        return Gradients(means(pairs), [each for each in found if each is not None])
+        return Gradients(means(pairs), found)
 
     async def optimizer_step(self, lr: float | None = None) -> Metrics:
         async with self.memory.train(), self._turn:

@@ -108,7 +108,8 @@ class NamedLoss:
             old = batch.column("old_log_probs") if "old_log_probs" in batch.columns else log_p.detach()
             log_r = torch.where(mask, log_p - old, 0.0)
             advantages = batch.column("advantages")
-        value = (self.term(log_p, log_r, advantages, self.settings) * batch.column("loss_weight")).sum()
+        weight = torch.where(mask, batch.column("loss_weight"), 0.0)
+        value = (self.term(log_p, log_r, advantages, self.settings) * weight).sum()
         return Loss(value, {LOSS_SUM: (value.detach(), torch.ones(())), "train/nll": masked_sum(-log_p, batch.mask)})
 
 
