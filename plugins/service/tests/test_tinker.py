@@ -74,7 +74,7 @@ def test_a_loss_of_the_client(clients):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_refusals_reach_the_user(clients):
+def test_refusals_reach_the_user(clients, server):
     training = clients.create_lora_training_client(base_model=base(), rank=4).result()
     with pytest.raises(tinker.RequestFailedError, match="the loss 'gspo' is not supported; the losses are cross_entropy"):
         training.forward_backward([datum([5, 6, 7])], "gspo").result()
@@ -83,7 +83,7 @@ def test_refusals_reach_the_user(clients):
     with pytest.raises(tinker.BadRequestError, match="and no 'another/model'"):
         clients.create_lora_training_client(base_model="another/model").result()
     with pytest.raises(tinker.AuthenticationError, match="TINKER_API_KEY"):
-        tinker.ServiceClient(base_url=str(clients.holder._base_url), api_key="tml-wrong").create_sampling_client(base_model=base())
+        tinker.ServiceClient(base_url=server.address, api_key="tml-wrong").create_sampling_client(base_model=base())
 
 
 #: Files in the place of data sets of a hub, which ``datasets`` finds in the working directory.
