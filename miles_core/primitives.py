@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ class OpenPolicy:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         await self.parts.learner.save(work)
-        (work / STATE).write_text(json.dumps(self._describe() | {"trained": self.policy.trained}))
+        (work / STATE).write_text(json.dumps(self._description | {"trained": self.policy.trained}))
         if final.exists():
             shutil.rmtree(final)
         os.replace(work, final)
@@ -160,7 +161,7 @@ class OpenPolicy:
             CheckpointError: there is no such state, or the model or an option that shapes it differs; nothing has changed.
         """
         saved = read_state(Path(directory))
-        for name, value in self._describe().items():
+        for name, value in self._description.items():
             if saved.get(name) != value:
                 raise CheckpointError(
                     f"{directory} was saved with {name} = {saved.get(name)}, and the policy {self.policy.name} has {value}"
@@ -182,8 +183,9 @@ class OpenPolicy:
             raise DataError(f"the {name} has {fault}")
         return column
 
-    def _describe(self) -> dict[str, Any]:
-        """Return what a state must have in common with this policy, as JSON data."""
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        """What a state must have in common with this policy, as JSON data."""
         config = self.run.config_of(self.policy)
         fixed = {fact.name: fact.value for fact in config.facts() if fact.fixed}
         described = {"hf_checkpoint": self.policy.hf_checkpoint or config.model.hf_checkpoint, **fixed}

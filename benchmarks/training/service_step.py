@@ -3,7 +3,8 @@ prompts, reward, adapters and machine, taking turns.
 
 8 prompts x 8 samples, at most 64 new tokens, FP32, adapters of rank 8 on all linear layers, one optimiser step. The client saves the weights for
 a sampler, samples, computes rewards and advantages, calls ``forward_backward`` and ``optim_step``, and waits for both. Tokens per second are
-sampled tokens per second of a step. ``call`` is the time of ``forward_backward`` on one datum of 8 tokens, through HTTP and in one process.
+sampled tokens per second of a step, and per second of processor time of all processes of a side, which other work on the machine affects less.
+``call`` is the time of ``forward_backward`` on one datum of 8 tokens, through HTTP and in one process.
 
 Needs ``tinker`` in ``--client-python``. The last line is one JSON object.
 """
@@ -46,11 +47,11 @@ def work_with_train(given: argparse.Namespace, reporter: Reporter) -> None:
 
         async def timed_step(run: Any, *parts: Any) -> None:
             await asyncio.to_thread(turn.wait)
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.process_time()
             await original(run, *parts)
-            seconds = time.perf_counter() - started
+            seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
             record = read(run.directory / "metrics.jsonl")[-1]
-            turn.report(seconds=seconds, tokens=record["rollout/tokens"])
+            turn.report(seconds=seconds, cpu=cpu, tokens=record["rollout/tokens"])
 
         loop.step = timed_step
         flags = f"""--prompt-data {given.prompts} --input-key prompt --label-key label --custom-rm-path
@@ -80,7 +81,7 @@ def work_with_service(given: argparse.Namespace, reporter: Reporter) -> None:
     turn, params = Steps(reporter, given.steps_a_turn), tinker.types.SamplingParams(max_tokens=TOKENS)
     for step in range(given.steps):
         turn.wait()
-        started, tokens, data = time.perf_counter(), 0, []
+        started, cpu, tokens, data = time.perf_counter(), cpu_seconds(given.server), 0, []
         sampler = training.save_weights_and_get_sampling_client().result()
         own = [prompts[(step * PROMPTS + i) % len(prompts)] for i in range(PROMPTS)]
         futures = [sampler.sample(tinker.types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in own]
@@ -97,7 +98,13 @@ def work_with_service(given: argparse.Namespace, reporter: Reporter) -> None:
         stepped = training.optim_step(tinker.types.AdamParams(learning_rate=LR))
         gradients.result()
         stepped.result()
-        turn.report(seconds=time.perf_counter() - started, tokens=tokens)
+        turn.report(seconds=time.perf_counter() - started, cpu=cpu_seconds(given.server) - cpu, tokens=tokens)
+
+
+def cpu_seconds(server: int) -> float:
+    """Return the processor time of this process and of the server."""
+    fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def make_datum(tinker: Any, prompt: list[int], tokens: list[int], log_probs: list[float], advantage: float) -> Any:
@@ -144,7 +151,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         url = lines[1].partition("=")[2].strip()
         steps = (given.turns + given.warm_up) * (given.steps_a_turn + 1)
         words = [f"--checkpoint={checkpoint}", f"--prompts={workload.prompt_file}", f"--steps={steps}", f"--url={url}"]
-        words += [f"--steps-a-turn={given.steps_a_turn}"]
+        words += [f"--steps-a-turn={given.steps_a_turn}", f"--server={server.pid}"]
         module = ["-m", "benchmarks.training.service_step"]
         workers = [
             Worker("train", [sys.executable, *module, "--worker=train", *words], given.threads),
@@ -163,6 +170,9 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         "samples": PROMPTS * SAMPLES,
         "tokens_per_second": {side: round(statistics.median(found), 1) for side, found in speeds.items()},
         "service_to_train": round(statistics.median(ratios), 3),
+        "tokens_per_cpu_second": {
+            side: round(statistics.median(each["tokens"] / each["cpu"] for each in found), 1) for side, found in reports.items()
+        },
         "ratios": [round(ratio, 3) for ratio in ratios],
         "step": {side: medians(found) | {"range": spread(found)} for side, found in reports.items()},
         "call_ms": {"service": round(call * 1e3, 2), "in_process": round(primitive * 1e3, 2)},
@@ -177,6 +187,7 @@ def main() -> None:
     parser.add_argument("--client-python", default=sys.executable, help="an interpreter that has tinker installed")
     for name in ("--worker", "--checkpoint", "--prompts", "--url"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--server", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker == "train":
