@@ -123,7 +123,7 @@ def plan(**options: Any) -> Plan:
 @asynccontextmanager
 async def open_run(**options: Any) -> AsyncIterator[OpenRun]:
     """Open the policies of a run without running its loop: a context whose ``policies`` have ``sample``, ``log_probs``, ``forward_backward``,
-    ``optimizer_step``, ``sync``, ``save_state``, ``load_state`` and ``export`` (``miles_core.primitives``; docs/service.md has an example).
+    ``optimizer_step``, ``sync``, ``save_state``, ``load_state`` and ``export`` (``miles_core.primitives``; ``examples/grpo.py``).
 
     Args:
         options: as for ``train``. Prompts and rewards are the caller's, so options for them are not needed.

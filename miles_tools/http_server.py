@@ -14,7 +14,11 @@ from typing import Any
 
 from miles_core.errors import ConfigError
 
+__all__ = ["ApiError", "HttpServer", "Receive", "Send", "check_lengths", "read_header", "send_bytes", "send_json"]
+
+#: Receives the next part of an ASGI request.
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+#: Sends a part of an ASGI reply.
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 #: Seconds in which the body of a request must arrive, and seconds for which an idle connection is kept.

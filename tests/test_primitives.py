@@ -28,7 +28,9 @@ def opened(tmp_path, work, **options):
 
     async def main():
         model = str(toy_files() / "model")
-        async with open_run(**{"hf_checkpoint": model, "save": tmp_path / "run", "log_level": "warning", **options}) as run:
+        async with open_run(
+            **{"hf_checkpoint": model, "save": tmp_path / "run", "log_level": "warning", **options}
+        ) as run:
             return await work(run, run.policies["policy"])
 
     return asyncio.run(main())
@@ -69,7 +71,9 @@ def test_grpo_of_primitives_has_the_numbers_of_miles_train(tmp_path):
     one, other = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("primitives", "train"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     start = load_file(Path(model) / "model.safetensors")
-    assert not torch.equal(one["model.layers.0.self_attn.q_proj.weight"], start["model.layers.0.self_attn.q_proj.weight"])
+    assert not torch.equal(
+        one["model.layers.0.self_attn.q_proj.weight"], start["model.layers.0.self_attn.q_proj.weight"]
+    )
 
 
 def test_a_state_is_loaded_and_saved_byte_for_byte(tmp_path):
@@ -106,7 +110,7 @@ def test_policies_come_and_go(tmp_path):
         np.testing.assert_array_equal(before, await other.log_probs(rows()))
         assert not np.array_equal(before, await policy.log_probs(rows()))
         await policy.save_state(tmp_path / "state")
-        with pytest.raises(CheckpointError, match="saved with lora.rank = 8, and the policy other has 2"):
+        with pytest.raises(CheckpointError, match=r"saved with lora\.rank = 8, and the policy other has 2"):
             await other.load_state(tmp_path / "state")
         with pytest.raises(ConfigError, match="has no engine"):
             await other.sample([5])

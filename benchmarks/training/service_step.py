@@ -115,7 +115,9 @@ def make_datum(tinker: Any, prompt: list[int], tokens: list[int], log_probs: lis
         "logprobs": [0.0] * before + log_probs,
         "advantages": [0.0] * before + [advantage] * len(tokens),
     }
-    return tinker.types.Datum(model_input=tinker.types.ModelInput.from_ints(prompt + tokens[:-1]), loss_fn_inputs=inputs)
+    return tinker.types.Datum(
+        model_input=tinker.types.ModelInput.from_ints(prompt + tokens[:-1]), loss_fn_inputs=inputs
+    )
 
 
 async def time_primitive(checkpoint: str, directory: str) -> float:
@@ -171,7 +173,8 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": {side: round(statistics.median(found), 1) for side, found in speeds.items()},
         "service_to_train": round(statistics.median(ratios), 3),
         "tokens_per_cpu_second": {
-            side: round(statistics.median(each["tokens"] / each["cpu"] for each in found), 1) for side, found in reports.items()
+            side: round(statistics.median(each["tokens"] / each["cpu"] for each in found), 1)
+            for side, found in reports.items()
         },
         "ratios": [round(ratio, 3) for ratio in ratios],
         "step": {side: medians(found) | {"range": spread(found)} for side, found in reports.items()},

@@ -85,7 +85,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
         torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4)
 
 
-def divided(words, directory, groups):
+def run_divided_step(words, directory, groups):
     """Two calls whose gradients add up, and one optimizer step."""
     rank, samples = made(words, directory), rollout(groups)
     for sample in samples:
@@ -103,8 +103,8 @@ def divided(words, directory, groups):
 def test_two_ranks_hold_the_gradients_of_one_process(ranks, strategy, tmp_path):
     """In the first call one rank has no samples."""
     words = toy_arguments([], tmp_path, sharding_strategy=strategy, adam_eps=1e-2)
-    metrics, log_probs, stepped, weights = divided(words, tmp_path, 3)
-    found = ranks.run(divided, words, tmp_path, 3)
+    metrics, log_probs, stepped, weights = run_divided_step(words, tmp_path, 3)
+    found = ranks.run(run_divided_step, words, tmp_path, 3)
     for call in range(2):
         merged = merge_metrics([each[0][call] for each in found])
         for name, value in means(metrics[call]).items():

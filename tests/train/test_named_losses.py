@@ -18,9 +18,9 @@ FORMULAS = {
     "ppo": (
         {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3},
         lambda p, q, a: -min(math.exp(p - q) * a, min(max(math.exp(p - q), 0.9), 1.3) * a),
-        lambda p, q, a: 0.0
-        if (math.exp(p - q) > 1.3 and a > 0) or (math.exp(p - q) < 0.9 and a < 0)
-        else -math.exp(p - q) * a,
+        lambda p, q, a: (
+            0.0 if (math.exp(p - q) > 1.3 and a > 0) or (math.exp(p - q) < 0.9 and a < 0) else -math.exp(p - q) * a
+        ),
     ),
     "cispo": (
         {},
@@ -43,7 +43,9 @@ def make(seed=0, old=True):
         if old:
             fields["old_log_probs"] = -random.exponential(1.0, length)
         mask = [1] * (length - 1) + [index % 2]
-        samples.append(Sample(tokens=[5] * (length + 2), response_length=length, loss_mask=mask, index=index, fields=fields))
+        samples.append(
+            Sample(tokens=[5] * (length + 2), response_length=length, loss_mask=mask, index=index, fields=fields)
+        )
     return samples
 
 
@@ -70,7 +72,10 @@ def test_a_loss_is_its_formula(name, seed):
         gradient.append(weight * slope(p, q, a))
     assert float(found.metrics[LOSS_SUM][0]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(current.grad.double().numpy(), gradient, rtol=1e-5, atol=1e-6)
-    parts = [current.detach().numpy()[s + 2 : s + n] for s, n in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)]
+    parts = [
+        current.detach().numpy()[s + 2 : s + n]
+        for s, n in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
+    ]
     assert evaluate(samples, parts, NamedLoss(name, settings)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from miles_core.config.command import Command, CommandParser
 from miles_core.plugin import ConfigError
 from miles_service.adapters import Adapters
-from miles_service.paths import SavedWeights
+from miles_service.paths import SavedWeights, delete_unnamed
 from miles_service.queue import FairQueue
 from miles_service.server import ServiceServer
-from miles_service.service import Service, delete_unnamed
+from miles_service.service import Service
 
 #: Environment variable with the token of clients; a random one is made without it.
 TOKEN = "MILES_SERVE_TOKEN"

@@ -68,3 +68,9 @@ class SavedWeights:
 
     def _directory(self, model: str, kind: str, name: str) -> Path:
         return self.root / kind / model.replace(":", "-") / name
+
+
+def delete_unnamed(root: Path) -> None:
+    """Delete the unnamed weights that an earlier server left in its directory."""
+    for directory in root.glob("sampler_weights/*/.*"):
+        shutil.rmtree(directory, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -397,9 +396,3 @@ async def _score(policy: Any, prompt: list[int], last: int | None) -> np.ndarray
         (scores[1:],) = await policy.score([prompt])
     scores[: len(prompt) - (last or len(prompt))] = np.nan
     return scores
-
-
-def delete_unnamed(root: Path) -> None:
-    """Delete the unnamed weights that an earlier server left in its directory."""
-    for directory in root.glob("sampler_weights/*/.*"):
-        shutil.rmtree(directory, ignore_errors=True)

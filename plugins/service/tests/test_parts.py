@@ -59,8 +59,14 @@ def test_samples_run_together_up_to_a_limit_and_training_passes_them():
 def test_prompts_that_are_not_trained_are_shared_by_responses():
     inputs = {"logprobs": [0, 0, -1, 0], "advantages": [0, 0, 0, 2.0]}
     data = [
-        (np.array([5, 6, 7, 8]), {"target_tokens": np.array([0, 0, 8, 9]), **{n: np.array(v) for n, v in inputs.items()}}),
-        (np.array([5, 6, 7, 1]), {"target_tokens": np.array([0, 0, 1, 2]), **{n: np.array(v) for n, v in inputs.items()}}),
+        (
+            np.array([5, 6, 7, 8]),
+            {"target_tokens": np.array([0, 0, 8, 9]), **{n: np.array(v) for n, v in inputs.items()}},
+        ),
+        (
+            np.array([5, 6, 7, 1]),
+            {"target_tokens": np.array([0, 0, 1, 2]), **{n: np.array(v) for n, v in inputs.items()}},
+        ),
     ]
     batch = make_batch(data, "ppo")
     one, other = batch.samples
@@ -81,7 +87,9 @@ def test_a_penalty_reaches_every_next_token():
 
 
 def test_requests_are_decoded():
-    found = decode_request(forward_backward("m", 7, [EMPTY, EMPTY], "ppo", {"clip_low_threshold": 0.5}, forward_only=True))
+    found = decode_request(
+        forward_backward("m", 7, [EMPTY, EMPTY], "ppo", {"clip_low_threshold": 0.5}, forward_only=True)
+    )
     assert found["model_id"] == "m" and found["seq_id"] == 7 and found["loss_fn"] == "ppo" and found["forward_only"]
     assert found["settings"] == {"clip_low_threshold": 0.5} and len(found["data"]) == 2
     tokens, inputs = found["data"][1]

@@ -51,7 +51,10 @@ def test_the_life_of_a_model(clients):
     np.testing.assert_allclose(forward.loss_fn_outputs[0]["logprobs"].tolist(), scores[1:], atol=1e-5)
     path = training.save_state("kept").result().path
     again = clients.create_training_client_from_state_with_optimizer(path).result()
-    assert again.forward(data, "cross_entropy").result().metrics == training.forward(data, "cross_entropy").result().metrics
+    assert (
+        again.forward(data, "cross_entropy").result().metrics
+        == training.forward(data, "cross_entropy").result().metrics
+    )
     named = training.save_weights_for_sampler("named").result().path
     other = clients.create_sampling_client(model_path=named).result()
     assert other.compute_logprobs(types.ModelInput.from_ints(text)).result() == scores
@@ -76,7 +79,9 @@ def test_a_loss_of_the_client(clients):
 
 def test_refusals_reach_the_user(clients, server):
     training = clients.create_lora_training_client(base_model=base(), rank=4).result()
-    with pytest.raises(tinker.RequestFailedError, match="the loss 'gspo' is not supported; the losses are cross_entropy"):
+    with pytest.raises(
+        tinker.RequestFailedError, match="the loss 'gspo' is not supported; the losses are cross_entropy"
+    ):
         training.forward_backward([datum([5, 6, 7])], "gspo").result()
     with pytest.raises(tinker.RequestFailedError, match="holds no gradients; call forward_backward first"):
         training.optim_step(types.AdamParams()).result()
@@ -127,7 +132,9 @@ def test_recipes_of_the_cookbook_run_unchanged(cookbook, recipe, tmp_path):
     words = [f"model_name={server.service.base}", f"log_path={tmp_path}/log", "lora_rank=4", *RECIPES[recipe].split()]
     environment = {"TINKER_BASE_URL": server.address, "TINKER_API_KEY": TOKEN, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *words]
-    done = subprocess.run(command, cwd=directory, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=directory, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     records = [json.loads(line) for line in Path(tmp_path, "log/metrics.jsonl").read_text().splitlines()]
     assert len(records) >= 2

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from miles_core.plugin import NonFiniteError
+from miles_core.plugin import MilesError, NonFiniteError
 from miles_core.trainer import OptimizerConfig
 
 
