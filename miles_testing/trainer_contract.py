@@ -156,8 +156,13 @@ class TrainerContract:
         trainer, other = self.trainer(checkpoint), self.trainer(checkpoint)
         if "divisible_step" not in trainer.capabilities:
             pytest.skip("the trainer computes a step as a whole")
+
+        def not_finite(output: Output, micro: Batch, ctx: Context) -> Loss:
+            assert output.log_probs is not None
+            return Loss(output.log_probs.sum() * math.nan)
+
         trainer.accumulate_gradients(batch)
-        trainer.accumulate_gradients(batch, lambda output, micro, ctx: Loss(output.log_probs.sum() * math.nan))
+        trainer.accumulate_gradients(batch, not_finite)
         with pytest.raises(MilesError, match="gradient norm"):
             trainer.apply_gradients()
         trainer.accumulate_gradients(batch)

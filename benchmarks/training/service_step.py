@@ -53,7 +53,7 @@ def work_with_train(given: argparse.Namespace, reporter: Reporter) -> None:
             record = read(run.directory / "metrics.jsonl")[-1]
             turn.report(seconds=seconds, cpu=cpu, tokens=record["rollout/tokens"])
 
-        loop.step = timed_step
+        loop.step = timed_step  # type: ignore[assignment]
         flags = f"""--prompt-data {given.prompts} --input-key prompt --label-key label --custom-rm-path
             {Path(__file__).with_name("workload.py")}:rm_odd --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout
             {given.steps} --rollout-max-response-len {TOKENS} --lr {LR}""".split()

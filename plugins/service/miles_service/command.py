@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
@@ -9,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 from miles_core.config.command import Command, CommandParser
@@ -53,11 +55,15 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
     parser.add_argument(
-        "--max-adapters", type=int, default=8, metavar="N", help="adapters that exist at the same time (default: 8)"
+        "--max-adapters",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="adapters that exist at the same time (default: 8)",
     )
     parser.add_argument(
         "--samplers",
-        type=int,
+        type=positive,
         default=2,
         metavar="N",
         help="versions of weights that generate at the same time (default: 2)",
@@ -66,15 +72,19 @@ def run(argv: Sequence[str]) -> int:
         "--max-body", type=int, default=32 << 20, metavar="BYTES", help="bytes of a request (default: 32 MiB)"
     )
     options, rest, command = parser.parse_own(argv)
-    for flag, value in (("--max-adapters", options.max_adapters), ("--samplers", options.samplers)):
-        if value < 1:
-            raise parser.refuse(f"{flag} {value}: it must be at least 1", [])
     token = os.environ.get(TOKEN) or f"tml-{secrets.token_urlsafe(32)}"
     if not token.startswith("tml-"):
         raise ConfigError(f"{TOKEN} must begin with tml-, because clients refuse other tokens")
     server = ServiceServer(options.host, options.port, options.max_body, token)
     asyncio.run(serve(server, rest, options.max_adapters, options.samplers, command))
     return 0
+
+
+def positive(text: str) -> int:
+    """Convert an argument to a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
 
 
 async def serve(server: ServiceServer, words: list[str], most: int, samplers: int, command: Command) -> None:
@@ -144,8 +154,9 @@ class ModelThread(threading.Thread):
 
     def stop(self) -> None:
         """Cancel what runs, release the models and wait for the thread."""
-        if self.is_alive() and self._loop is not None and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed: the thread has ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
         self.join()
 
     async def _main(self) -> None:
