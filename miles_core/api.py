@@ -7,15 +7,17 @@ Python lists, and ``None`` leaves an option unset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
+    from miles_core.primitives import OpenRun
 
-__all__ = ["Result", "arguments", "plan", "report", "samples", "train"]
+__all__ = ["Result", "arguments", "open_run", "plan", "report", "samples", "train"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,27 @@ def plan(**options: Any) -> Plan:
     accepted, _ = prepare(config)
     apply_plan(config, accepted)
     return accepted
+
+
+@asynccontextmanager
+async def open_run(**options: Any) -> AsyncIterator[OpenRun]:
+    """Open the policies of a run without running its loop: a context whose ``policies`` have ``sample``, ``log_probs``, ``forward_backward``,
+    ``optimizer_step``, ``sync``, ``save_state``, ``load_state`` and ``export`` (``miles_core.primitives``; ``examples/grpo.py``).
+
+    Args:
+        options: as for ``train``. Prompts and rewards are the caller's, so options for them are not needed.
+
+    Raises:
+        ConfigError, PlanError: as for ``train``.
+    """
+    from miles_core.config.command import Command
+    from miles_core.config.load import load
+    from miles_core.primitives import open_requested
+
+    async with open_requested(load(arguments(options), command=Command())) as opened:
+        for policy in [*opened.run.policies]:
+            await opened.add(policy)
+        yield opened
 
 
 def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:

@@ -365,6 +365,7 @@ plugin = Plugin(
             "candidates",
             "optimizers",
             "adapters",
+            "divisible_step",
         ),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},

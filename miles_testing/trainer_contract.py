@@ -131,6 +131,45 @@ class TrainerContract:
         assert metrics["sum"] == pytest.approx((float(log_probs.detach().sum()), float(batch.mask.sum())), rel=1e-4)
         self.check_weights(weights(trainer), checkpoint_weights(model, checkpoint), self.atol)
 
+    def test_gradients_are_held_across_calls(self, checkpoint: Path, batch: Batch) -> None:
+        one, other = self.trainer(checkpoint), self.trainer(checkpoint)
+        if "divisible_step" not in one.capabilities:
+            with pytest.raises(MilesError, match="divisible_step"):
+                one.accumulate_gradients(batch)
+            return
+        before = copy_weights(one)
+        one.accumulate_gradients(batch)
+        one.drop_gradients()
+        for part in ([0, 1, 2], [*range(3, len(batch))]):
+            one.accumulate_gradients(batch.select(part))
+            one.log_probs(batch, "old")  # other passes leave them
+        assert all(torch.equal(before[n], t) for n, t in weights(one).items())
+        assert one.apply_gradients(lr=1e-2)["train/lr"] == (1e-2, 1.0)
+        other.step(batch, lr=1e-2)
+        self.check_weights(weights(one), weights(other), self.atol)
+        one.accumulate_gradients(batch)
+        one.step(batch)  # drops what is held
+        other.step(batch)
+        self.check_weights(weights(one), weights(other), self.atol)
+
+    def test_bad_held_gradients_are_dropped(self, checkpoint: Path, batch: Batch) -> None:
+        trainer, other = self.trainer(checkpoint), self.trainer(checkpoint)
+        if "divisible_step" not in trainer.capabilities:
+            pytest.skip("the trainer computes a step as a whole")
+
+        def not_finite(output: Output, micro: Batch, ctx: Context) -> Loss:
+            assert output.log_probs is not None
+            return Loss(output.log_probs.sum() * math.nan)
+
+        trainer.accumulate_gradients(batch)
+        trainer.accumulate_gradients(batch, not_finite)
+        with pytest.raises(MilesError, match="gradient norm"):
+            trainer.apply_gradients()
+        trainer.accumulate_gradients(batch)
+        trainer.apply_gradients()
+        other.step(batch)
+        assert all(torch.equal(t, weights(other)[n]) for n, t in weights(trainer).items())
+
     @pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"max_tokens": 24}])
     def test_the_result_does_not_depend_on_the_split(self, checkpoint: Path, batch: Batch, cut: dict[str, Any]) -> None:
         one, other = self.trainer(checkpoint), self.trainer(checkpoint, replace(Setup(), **cut))

@@ -16,7 +16,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import Learned, LearnerHandle
+from miles_core.contracts.runtime import Gradients, Learned, LearnerHandle
 from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
@@ -25,6 +25,7 @@ from miles_core.errors import MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.train.data_shard import Pairs, divide_samples, merge_metrics, merge_recorded, split_by_replica
 from miles_core.train.memory import memory_of
+from miles_core.train.named_losses import check_loss, vocabulary_of
 from miles_core.train.rank import Rank
 from miles_workers.engine_pool import EnginePool
 from miles_workers.engine_worker import EngineWorker
@@ -89,6 +90,32 @@ class LearnerGroup(LearnerHandle):
         parts = [list(samples[replica :: self.replicas]) for replica in range(self.replicas)]
         async with self.memory.train():
             answers = await self._each(Rank.supervise, parts, lr)
+        return merge_metrics(self._one_per_replica(answers))
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float] | None = None
+    ) -> Gradients:
+        self.require_training()
+        check_loss(samples, loss, settings or {}, vocabulary_of(self.run))
+        mine = divide_samples(samples, [0] * len(samples), self.replicas)
+        parts: list[list[Sample]] = [SampleList(samples[i] for i in at) for at in mine]
+        async with self.memory.train():
+            try:
+                answers = await self._each(Rank.forward_backward, parts, loss, settings or {})
+            except MilesError:
+                if self.lost is None:  # a rank that succeeded holds gradients that the others have dropped
+                    await self._all(Rank.drop_gradients)
+                raise
+        found: dict[int, np.ndarray] = {}
+        for replica, at in enumerate(mine):
+            found |= zip(at, self._first([each for _, each in answers], replica), strict=True)
+        metrics = merge_metrics(self._one_per_replica([pairs for pairs, _ in answers]))
+        return Gradients(metrics, [found[i] for i in range(len(samples))])
+
+    async def optimizer_step(self, lr: float | None = None) -> dict[str, float]:
+        async with self.memory.train():
+            answers = await self._all(Rank.apply_gradients, lr)
+        self.policy.trained += 1
         return merge_metrics(self._one_per_replica(answers))
 
     async def reset_optimizer(self) -> None:

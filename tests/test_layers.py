@@ -73,8 +73,11 @@ LAYERS: list[dict[str, str]] = [
         "launch": "errors redact plugin config observe checkpoint contracts run loop",
     },
     {
+        "primitives": "errors data plugin config observe checkpoint contracts sync rollout train run",
         "cli": "errors nearest version redact plugin config contracts run launch",
-        "api": "plugin config observe run launch",
+    },
+    {
+        "api": "plugin config observe run launch primitives",
     },
     {
         "__main__": "cli",
@@ -103,6 +106,7 @@ TOOLS: list[dict[str, str]] = [
         "profiler": "core: contracts",
         "samples": "core: contracts data errors redact workers: workers",
         "http_client": "core: errors redact",
+        "http_server": "core: errors",
     },
     {
         "alerts": "http_client core: contracts errors redact",

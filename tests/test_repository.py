@@ -45,6 +45,7 @@ ORDINARY = {
     "experts": "miles_experts",
     "optimizers": "miles_optimizers",
     "offline": "miles_offline",
+    "service": "miles_service",
 }
 FEATURES = {ORDINARY.get(name, name) for name in FEATURES}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
@@ -67,14 +68,15 @@ PUBLIC += (
     "miles_core.observe.bytecode",
     "miles_formats.convert",
     "miles_tools.http_client",
+    "miles_tools.http_server",
     "miles_formats.native",
 )
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing", "miles_embedded.kernels.overlap")
 #: These define kernels.
 NEEDS_TRITON = ("miles_embedded.kernels.overlap",)
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
-#: Runs and plans with core's own loop, schedules and options, for hardware that is elsewhere.
-OUTSIDE = [path for path in OUTSIDE if "miles_planner" not in path.parts]
+#: Commands with core's own options: runs and plans for hardware that is elsewhere, and the primitives of a policy over HTTP.
+OUTSIDE = [path for path in OUTSIDE if not {"miles_planner", "miles_service"} & {*path.parts}]
 
 
 def by_folder(paths):

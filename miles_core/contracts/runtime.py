@@ -35,6 +35,11 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
+from miles_core.contracts.learned import Gradients as Gradients
+from miles_core.contracts.learned import Learned as Learned
+from miles_core.contracts.learned import Metrics as Metrics
+from miles_core.contracts.learned import TopLogProbs as TopLogProbs
+from miles_core.contracts.learned import TrainedTokens as TrainedTokens
 from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
@@ -43,56 +48,14 @@ from miles_core.errors import ConfigError, MilesError, WorkerLost
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import Precisions
 
-Metrics = dict[str, float]
 #: ``async learn(samples, step) -> Learned``, the function that ``wrap_learn`` wraps.
 Learn = Callable[[Sequence[Sample], int], Awaitable["Learned"]]
 #: Options that ``LearnerHandle.configure`` changes in a running trainer.
 CHANGEABLE = (
     *("train.lr", "train.min_lr", "train.weight_decay", "train.clip_grad", "algorithm.entropy_coef"),
+    *("train.adam_beta1", "train.adam_beta2", "train.adam_eps"),
     *("algorithm.eps_clip", "algorithm.eps_clip_high", "algorithm.kl_loss_coef", "algorithm.kl_coef"),
 )
-
-
-@dataclass(frozen=True)
-class TrainedTokens:
-    """Values that training computed for one sample's response tokens, [response_length] float32; None if not computed.
-
-    Attributes:
-        log_probs: log-probabilities under the policy before its first optimiser step on this rollout (with
-            ``--use-rollout-logprobs``: before the step that trained the sample); 0 where the loss mask is 0.
-        advantages: the advantages used in the loss.
-    """
-
-    log_probs: np.ndarray | None
-    advantages: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The result of training on one rollout.
-
-    Attributes:
-        metrics: the training metrics.
-        steps: number of optimiser steps.
-        tokens: values of each sample's tokens, in the order of the samples; empty if the run does not record samples.
-    """
-
-    metrics: Metrics
-    steps: int
-    tokens: Sequence[TrainedTokens] = ()
-
-
-@dataclass(frozen=True)
-class TopLogProbs:
-    """The most probable tokens at each response position of a sample.
-
-    Attributes:
-        tokens: [response_length, k] int32, most probable first.
-        log_probs: [response_length, k] float32 over the full vocabulary, at the sampling temperature.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
 
 
 class LearnerHandle(ABC):
@@ -126,12 +89,16 @@ class LearnerHandle(ABC):
         """The version under which the current weights are pushed."""
         return self.run.step if self.pending is None else self.pending
 
-    async def check_learns(self, samples: Sequence[Sample]) -> None:
-        """Raise ConfigError for a frozen policy, and what ``check`` raises for the samples."""
+    def require_training(self) -> None:
+        """Raise ConfigError for a frozen policy."""
         if not self.policy.learns:
             raise ConfigError(
                 f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
             )
+
+    async def check_learns(self, samples: Sequence[Sample]) -> None:
+        """Raise ConfigError for a frozen policy, and what ``check`` raises for the samples."""
+        self.require_training()
         if self.check is not None:
             await self.check(samples)
 
@@ -163,6 +130,32 @@ class LearnerHandle(ABC):
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """Train one supervised step."""
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float] | None = None
+    ) -> Gradients:
+        """Add the gradients of a loss to those that the trainer holds until ``optimizer_step``: half a training step, without the advantages,
+        corrections and ``wrap_learn`` of ``learn``. Any other call that changes the weights drops the held gradients.
+
+        Args:
+            samples: their fields ``loss_weight``, ``advantages`` and ``old_log_probs``, each [response_length], are what the loss reads.
+            loss: a name, see ``miles_core.train.named_losses``.
+            settings: settings of the loss.
+
+        Raises:
+            ConfigError, DataError: the loss or the samples are invalid; nothing has changed.
+            MilesError: the trainer lacks the capability ``divisible_step``, or it failed and has dropped all held gradients.
+        """
+        raise MilesError(f"{type(self).__name__} cannot divide a training step")
+
+    async def optimizer_step(self, lr: float | None = None) -> Metrics:
+        """Run the optimiser on the held gradients. ``lr`` replaces the scheduled learning rate, in which case the schedule does not advance.
+
+        Raises:
+            MilesError: no gradients are held.
+            NonFiniteError: the gradients are not finite, and dropped; weights and optimiser are unchanged.
+        """
+        raise MilesError(f"{type(self).__name__} cannot divide a training step")
 
     @abstractmethod
     async def reset_optimizer(self) -> None:
@@ -350,6 +343,10 @@ class Runtime(ABC):
     @abstractmethod
     async def build(self, policy: Policy) -> PolicyParts:
         """Build the learner and the engine of a policy. The engine is started, but has no weights of this run yet."""
+
+    async def discard(self, parts: PolicyParts) -> None:
+        """Release the parts of one policy while the others stay. Raises MilesError if this runtime cannot."""
+        raise MilesError(f"{type(self).__name__} releases its policies together, at the end of the run")
 
     @abstractmethod
     async def close(self) -> None:

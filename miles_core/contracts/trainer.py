@@ -251,13 +251,36 @@ class Trainer(ABC):
             (sum, weight) pairs over the samples of this replica; the learner handle adds them over replicas.
         """
 
+    def accumulate_gradients(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+        """Add the gradients of ``batch`` to those held since the last ``apply_gradients``: the first half of ``step``, which may be
+        repeated. An auxiliary loss is divided by the tokens of each call. Requires the capability ``divisible_step``.
+
+        Returns:
+            (sum, weight) pairs, as ``step`` does, without the metrics of the optimiser.
+        """
+        raise MilesError(
+            f"{type(self).__name__} computes an optimiser step as a whole and cannot hold gradients between calls; use a --trainer with the "
+            "capability divisible_step"
+        )
+
+    def apply_gradients(self, lr: float | None = None) -> dict[str, tuple[float, float]]:
+        """Run the optimiser on the held gradients, and drop them: the second half of ``step``. ``lr`` as for ``step``.
+
+        Raises:
+            NonFiniteError: the gradient norm is not finite; neither weights nor optimiser have changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no capability divisible_step")
+
+    def drop_gradients(self) -> None:
+        """Drop the held gradients; ``step`` and ``load`` do so, too."""
+
     @abstractmethod
     def reset_optimizer(self) -> None:
         """Reset the optimiser's moments and the learning-rate schedule (after a warm start)."""
 
     def configure(self, settings: Mapping[str, float]) -> None:
-        """Change the optimizer from the next step on: ``lr``, ``min_lr``, ``weight_decay``, ``clip_grad``. Moments and the position in the
-        schedule stay."""
+        """Change the optimizer from the next step on: ``lr``, ``min_lr``, ``weight_decay``, ``clip_grad``, ``adam_beta1``, ``adam_beta2``,
+        ``adam_eps``. Moments and the position in the schedule stay."""
         raise MilesError(f"{type(self).__name__} cannot change the settings of its optimizer while running")
 
     @abstractmethod

@@ -50,6 +50,14 @@ class InlineRuntime(Runtime):
         learner.check = make_check(run, parts)
         return parts
 
+    async def discard(self, parts: PolicyParts) -> None:
+        assert isinstance(parts.learner, LocalLearner)
+        if parts.engine is not None:
+            self.engines.remove(parts.engine)
+            await parts.engine.stop()
+        self.ranks.remove(parts.learner.rank)
+        parts.learner.rank.close()
+
     async def close(self) -> None:
         for engine in self.engines:
             await engine.stop()

@@ -33,6 +33,7 @@ from miles_core.train.correction import check_rollout_log_probs, correction_inpu
 from miles_core.train.data_shard import DataShard, Pairs
 from miles_core.train.finite import check_finite
 from miles_core.train.loss import PolicyLoss, TokenRecorder, ValueLoss, supervised_loss
+from miles_core.train.named_losses import LOSS_FIELDS, LOSS_SUM, POLICY, NamedLoss
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose
@@ -46,10 +47,11 @@ class Learner:
         config: configuration of this policy.
         intact: False from the first optimizer step of ``learn`` or ``supervise`` until the call is complete. During that time the
             weights and the optimizer state belong to no completed step.
+        held: number of calls of ``forward_backward`` whose gradients the trainer holds.
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
-        self.intact, self._replaced = True, False
+        self.intact, self._replaced, self.held = True, False, 0
         self.run, self.policy, self.trainer = run, policy, trainer
         self.config = run.config_of(policy)
         self.is_critic = policy.role == "critic"
@@ -98,7 +100,7 @@ class Learner:
             metrics as (sum, weight) pairs, and the recorded values of each sample (empty on a rank that computes no loss, or if
             the run does not save samples).
         """
-        self.run.step = step
+        self.run.step, self.held = step, 0
         batch = self._batch(shard.samples)
         steps = [[i for i, number in enumerate(shard.step_of) if number == n] for n in range(shard.count)]
         metrics: Pairs = {}
@@ -124,6 +126,7 @@ class Learner:
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> Pairs:
         """Train one supervised step on prompt/response pairs."""
+        self.held = 0
         batch = collate(samples)
         batch.columns["loss_weight"] = loss_weights(
             batch.mask, batch.lengths, batch.rollout, "token_mean", sum=self.trainer.sum
@@ -131,6 +134,48 @@ class Learner:
         metrics = self.trainer.step(batch, loss=supervised_loss, lr=lr)
         self.intact = True
         return metrics
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float]
+    ) -> tuple[Pairs, list[np.ndarray]]:
+        """Add the gradients of these samples' loss to the held ones; see ``LearnerHandle.forward_backward``.
+
+        Returns:
+            metrics, and the log-probabilities of each sample's response tokens; [] on a rank that computes no loss.
+        """
+        recorder = self._recorder or TokenRecorder()
+        function = self.trainer.callbacks.loss if loss == POLICY else NamedLoss(loss, settings)
+        if loss != POLICY or self._recorder is None:  # the bound loss may record already
+            function = recorder.wrap_loss(function)
+        batch = collate(samples, (*self.run.fields, *LOSS_FIELDS))
+        recorder.start(batch, None)
+        self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
+        batch.columns.setdefault("loss_weight", batch.mask)
+        batch.columns.setdefault("advantages", torch.zeros_like(batch.mask))  # a rank without samples
+        try:
+            metrics = self.trainer.accumulate_gradients(batch, function)
+        except BaseException:
+            self.drop_gradients()
+            raise
+        self.held += 1
+        if LOSS_SUM in metrics:
+            metrics[LOSS_SUM] = (metrics[LOSS_SUM][0], float(self.trainer.world.replica == 0))
+        found = zip(recorder.recorded_log_probs(len(batch)), batch.prompt_lengths.tolist(), strict=True)
+        return metrics, [own[prompt:] for own, prompt in found if own is not None]
+
+    def apply_gradients(self, lr: float | None) -> Pairs:
+        """Run the optimizer on the held gradients; see ``LearnerHandle.optimizer_step``."""
+        if not self.held:
+            raise MilesError(f"the policy {self.policy.name} holds no gradients; call forward_backward first")
+        self.held = 0
+        metrics = self.trainer.apply_gradients(lr)
+        self.intact = True
+        return metrics
+
+    def drop_gradients(self) -> None:
+        """See ``Trainer.drop_gradients``."""
+        self.held = 0
+        self.trainer.drop_gradients()
 
     def columns(
         self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0, kind: Pass = "verify"
@@ -197,6 +242,7 @@ class Learner:
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
         if self.policy.learns or (directory / "trainer").is_dir():
+            self.drop_gradients()
             self.trainer.load(directory / "trainer")
             self._replaced = True
         self.run.hooks.on(

@@ -11,7 +11,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics
+from miles_core.contracts.runtime import Gradients, Learned, LearnerHandle, Metrics
 from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.batch import means
@@ -19,6 +19,7 @@ from miles_core.data.sample import Sample
 from miles_core.precision.schedule import Precisions
 from miles_core.train.data_shard import DataShard, optimiser_steps
 from miles_core.train.memory import memory_of
+from miles_core.train.named_losses import check_loss, vocabulary_of
 from miles_core.train.rank import Rank
 
 
@@ -49,6 +50,21 @@ class LocalLearner(LearnerHandle):
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         async with self.memory.train(), self._turn:
             return means(self.rank.supervise(samples, lr))
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: str, settings: Mapping[str, float] | None = None
+    ) -> Gradients:
+        self.require_training()
+        check_loss(samples, loss, settings or {}, vocabulary_of(self.run))
+        async with self.memory.train(), self._turn:
+            pairs, found = self.rank.forward_backward(samples, loss, settings or {})
+        return Gradients(means(pairs), found)
+
+    async def optimizer_step(self, lr: float | None = None) -> Metrics:
+        async with self.memory.train(), self._turn:
+            pairs = self.rank.apply_gradients(lr)
+        self.policy.trained += 1
+        return means(pairs)
 
     async def reset_optimizer(self) -> None:
         async with self.memory.read(ALL_PARTS), self._turn:

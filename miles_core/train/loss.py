@@ -193,7 +193,7 @@ class TokenRecorder:
     def tokens(self, batch: Batch) -> list[TrainedTokens]:
         """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
         bounds = [0, *batch.lengths.cumsum(0).tolist()]
-        log_probs = self._recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
+        log_probs = self.recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
         advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
         prompts = batch.prompt_lengths.tolist()
         self._seen, self._old = [], None
@@ -202,7 +202,8 @@ class TokenRecorder:
             for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
         ]
 
-    def _recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
+    def recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
+        """Return what the wrapped loss recorded for ``count`` samples, each [tokens]; None on a rank that computes no loss."""
         result: list[np.ndarray | None] = [None] * count
         for positions, lengths, log_probs in self._seen:
             parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from miles_core.train.data_shard import step_count
@@ -53,6 +54,12 @@ class OptimizerConfig:
             eps=train.adam_eps,
             clip_grad=train.clip_grad,
         )
+
+    def with_settings(self, settings: Mapping[str, float]) -> OptimizerConfig:
+        """Return a copy with other settings, named as the options of ``--help train`` are (``Trainer.configure``)."""
+        betas = (settings.get("adam_beta1", self.betas[0]), settings.get("adam_beta2", self.betas[1]))
+        own = {name: value for name, value in settings.items() if not name.startswith("adam_")}
+        return replace(self, **own, betas=betas, eps=settings.get("adam_eps", self.eps))  # type: ignore[arg-type]
 
     def rate(self, step: int) -> float:
         """Return the learning rate of optimiser step ``step`` (from 0)."""

@@ -141,12 +141,16 @@ class StagedTrainer(EmbeddedTrainer):
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
-        """See ``Trainer.step``: one forward, one backward, ``AHEAD`` micro-batches deep."""
-        loss = loss or self.callbacks.loss
+        """See ``Trainer.step``."""
+        self.drop_gradients()
+        totals = self.compute_gradients(batch, loss or self.callbacks.loss)
+        self.optimizer.fixed_lr = lr
+        return self.step_metrics(totals, self.callbacks.optimizer_step())
+
+    def compute_gradients(self, batch: Batch, loss: LossFunction) -> dict[str, tuple[Tensor, Tensor]]:
+        """See ``EmbeddedTrainer.compute_gradients``: one forward, one backward, ``AHEAD`` micro-batches deep."""
         tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
-        self.optimizer.zero_grad()
-        self.optimizer.fixed_lr = lr
         flights: deque[_Flight] = deque()
         for samples in self.split(batch):
             flights.append(self._send(*self.prepare(batch, samples, "train", self.config.entropy), tokens, totals))
@@ -154,7 +158,7 @@ class StagedTrainer(EmbeddedTrainer):
                 self._finish(flights.popleft(), loss, tokens, totals)
         while flights:
             self._finish(flights.popleft(), loss, tokens, totals)
-        return self.step_metrics(totals, self.callbacks.optimizer_step())
+        return totals
 
     def _send(
         self, micro_batch: Batch, base: Context, tokens: Tensor, totals: dict[str, tuple[Tensor, Tensor]]

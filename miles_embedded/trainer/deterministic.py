@@ -56,3 +56,13 @@ class DeterministicTrainer(EmbeddedTrainer):
         """See ``Trainer.step``."""
         with deterministic_algorithms():
             return super().step(batch, loss, lr)
+
+    def accumulate_gradients(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+        """See ``Trainer.accumulate_gradients``."""
+        with deterministic_algorithms():
+            return super().accumulate_gradients(batch, loss)
+
+    def apply_gradients(self, lr: float | None = None) -> dict[str, tuple[float, float]]:
+        """See ``Trainer.apply_gradients``."""
+        with deterministic_algorithms():
+            return super().apply_gradients(lr)

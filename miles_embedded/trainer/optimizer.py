@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,12 +97,16 @@ class Optimizer:
         return master
 
     def configure(self, settings: Mapping[str, float]) -> None:
-        """See ``Trainer.configure``. Weight decay changes where the group has no value of its own."""
-        self.config = replace(self.config, **settings)  # type: ignore[arg-type]
+        """See ``Trainer.configure``. Weight decay changes for matrices whose group has no value of its own."""
+        self.config = self.config.with_settings(settings)
         for each in self._inner.param_groups if self._inner is not None else ():
             own = each["miles_group"]
-            if each["weight_decay"] and (own is None or own.weight_decay is None):
+            if each["params"][0].dim() > 1 and (own is None or own.weight_decay is None):
                 each["weight_decay"] = self.config.weight_decay
+            if "betas" in each:
+                each["betas"], each["eps"] = self.config.betas, self.config.eps
+            elif adam := [name for name in settings if name.startswith("adam_")]:
+                raise ConfigError(f"the optimizer {type(self._inner).__name__} has no {adam[0]} that could change")
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.loss import trained_tokens, with_auxiliary
-from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.image_processor import ImageProcessor
@@ -54,37 +53,7 @@ from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
 from miles_embedded.trainer.packing import Packing, idle_sample, pack_grown, split
 from miles_embedded.trainer.recomputation import recompute_layers
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """Settings of the embedded trainer.
-
-    Attributes:
-        optimizer: see ``OptimizerConfig``.
-        temperature: temperature of the rollout; log-probs refer to the sampled distribution.
-        micro_batch_size: samples per micro-batch.
-        max_tokens: computed tokens per micro-batch; replaces ``micro_batch_size``.
-        share_prompts: compute the common beginning of a group's samples once.
-        recompute: recompute the layers' activations in the backward pass.
-        aux_loss_coef: coefficient of the load-balancing loss; 0 disables it.
-        entropy: provide the loss with the entropy at trained positions.
-        trains: False for a frozen model, which has no optimizer.
-        offload_optimizer: keep masters and optimizer state in host memory between optimizer steps.
-        loss_scale: initial scale and window of ``LossScale``, for FP16 models.
-    """
-
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    temperature: float = 1.0
-    micro_batch_size: int | None = 8
-    max_tokens: int | None = None
-    share_prompts: bool = True
-    recompute: bool = False
-    aux_loss_coef: float = 0.0
-    entropy: bool = False
-    trains: bool = True
-    offload_optimizer: bool = False
-    loss_scale: tuple[float, int] = (2.0**16, 2000)
+from miles_embedded.trainer.trainer_config import TrainerConfig as TrainerConfig
 
 
 class EmbeddedTrainer(Trainer):
@@ -105,7 +74,7 @@ class EmbeddedTrainer(Trainer):
 
     capabilities = frozenset({
         "entropy", "format:*", "media", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers",
-        "adapters",
+        "adapters", "divisible_step",
     })  # fmt: skip
 
     def __init__(
@@ -248,11 +217,33 @@ class EmbeddedTrainer(Trainer):
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
-        loss = loss or self.callbacks.loss
+        self.drop_gradients()
+        totals = self.compute_gradients(batch, loss or self.callbacks.loss)
+        try:
+            stepped = self._apply(lr)
+        except NonFiniteError as error:
+            tokens = trained_tokens(batch, self.sum)
+            raise NonFiniteError(
+                f"{self._find_nonfinite(batch, loss or self.callbacks.loss, tokens)} found by computing the step again, because {error}"
+            ) from error
+        return self.step_metrics(totals, stepped)
+
+    def accumulate_gradients(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+        return as_floats(self.compute_gradients(batch, loss or self.callbacks.loss))
+
+    def apply_gradients(self, lr: float | None = None) -> dict[str, tuple[float, float]]:
+        try:
+            return self.step_metrics({}, self._apply(lr))
+        finally:
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def compute_gradients(self, batch: Batch, loss: LossFunction) -> dict[str, tuple[Tensor, Tensor]]:
+        """Add the gradients of all micro-batches to the held ones; return the sums of their metrics."""
         tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
-        self.optimizer.zero_grad()
-        self.optimizer.fixed_lr = lr
         for samples, micro_batch, ctx in self.micro_batches(batch, "train", self.config.entropy):
             output = self.parallel.call(self.callbacks.forward, self.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
@@ -260,14 +251,12 @@ class EmbeddedTrainer(Trainer):
                 self.optimizer.scale(share.value).backward()
             if samples:
                 add_pairs(totals, share.metrics | ctx.metrics)
+        return totals
+
+    def _apply(self, lr: float | None) -> dict[str, float]:
+        self.optimizer.fixed_lr = lr
         self.optimizer.unscale()
-        try:
-            stepped = self.callbacks.optimizer_step()
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"{self._find_nonfinite(batch, loss, tokens)} found by computing the step again, because {error}"
-            ) from error
-        return self.step_metrics(totals, stepped)
+        return self.callbacks.optimizer_step()
 
     def _find_nonfinite(self, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
         """Describe the first non-finite tensor of a failed step on any rank."""

@@ -49,6 +49,7 @@ def test_help_lists_every_command_and_nothing_else(capsys):
         "completion",
         "simulate",
         "launch",
+        "serve",
     ]
     assert sorted(line.split()[0] for line in text.splitlines() if line.startswith("  ")) == sorted(names)
 

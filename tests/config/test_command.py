@@ -109,6 +109,10 @@ MISTAKES = {
         ("slrm --hardware 8xH200", "kind cannot be 'slrm'; it is slurm; did you mean slurm?", "slurm --hardware 8xH200"),
         ("slurm --hardware 8xH200 --hours x", "--hours x: it must be a whole number", "slurm --hardware 8xH200 --hours 24"),
     ],
+    "serve": [
+        ("--max-adapters 0", "--max-adapters: '0' is not a whole number of at least 1", "--max-adapters 8"),
+        ("--hf-checkpoint a --prot 80", "unknown flag --prot; did you mean --port", "--port 80 --hf-checkpoint a"),
+    ],
 }  # fmt: skip
 
 

@@ -85,6 +85,41 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
         torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4)
 
 
+def run_divided_step(words, directory, groups):
+    """Two calls whose gradients add up, and one optimizer step."""
+    rank, samples = made(words, directory), rollout(groups)
+    for sample in samples:
+        sample.fields = {"advantages": [sample.reward] * sample.response_length}
+    metrics, log_probs = [], []
+    for part in (samples[:4], samples[4:]):
+        mine = [sample for sample in part if sample.group_index % rank.world.replicas == rank.world.replica]
+        pairs, found = rank.forward_backward(mine, "ppo", {})
+        metrics.append(pairs)
+        log_probs.append(dict(zip([sample.index for sample in mine], found, strict=True)))
+    return metrics, log_probs, rank.apply_gradients(1e-2), copy_weights(rank.trainer)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_two_ranks_hold_the_gradients_of_one_process(ranks, strategy, tmp_path):
+    """In the first call one rank has no samples."""
+    words = toy_arguments([], tmp_path, sharding_strategy=strategy, adam_eps=1e-2)
+    metrics, log_probs, stepped, weights = run_divided_step(words, tmp_path, 3)
+    found = ranks.run(run_divided_step, words, tmp_path, 3)
+    for call in range(2):
+        merged = merge_metrics([each[0][call] for each in found])
+        for name, value in means(metrics[call]).items():
+            assert merged[name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
+        seen = {index: column for each in found for index, column in each[1][call].items()}
+        assert seen.keys() == log_probs[call].keys()
+        for index, column in log_probs[call].items():
+            np.testing.assert_allclose(seen[index], column, atol=1e-4)
+    assert merge_metrics([each[2] for each in found])["train/grad_norm"] == pytest.approx(
+        means(stepped)["train/grad_norm"], rel=1e-3
+    )
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[0][3][name], tensor, rtol=0, atol=1e-4)
+
+
 COLUMN = """
 from miles_core.data import Field
 from miles_core.plugin import Plugin

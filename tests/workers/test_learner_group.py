@@ -39,7 +39,8 @@ def samples(groups=4):
 def group(recorded, build_info):
     def make(answers, worlds=WORLDS, engines=("engine-0", "engine-1")):
         config = load([], manifests={})
-        run = SimpleNamespace(config=config, config_of=lambda policy: config, step=3, clock=Clock())
+        plan = SimpleNamespace(fact=lambda name: None)
+        run = SimpleNamespace(config=config, config_of=lambda policy: config, plan=plan, step=3, clock=Clock())
         ranks = recorded(RANKS[: len(worlds)], answers, trains=True)
         workers = recorded(engines, {"version": lambda number: made.sent})
         made = LearnerGroup(run, Policy(), ranks, worlds, EnginePool(workers, build_info, 1))
@@ -92,6 +93,38 @@ def test_supervised_samples_are_no_groups(group):
     rows = [Sample(tokens=[1, 2], response_length=1, index=n) for n in range(5)]
     assert asyncio.run(made.supervise(rows, 0.1)) == {"sft/loss": 2.0}
     assert [len(mine) for _, _, mine, _ in made.ranks.asked("supervise")] == [3, 3, 2, 2]
+
+
+def advantaged():
+    rows = samples()
+    for sample in rows:
+        sample.fields = {"advantages": [1.0, 1.0]}
+    return rows
+
+
+def test_gradients_come_back_in_the_order_of_the_samples(group):
+    def forward_backward(number, mine, loss, settings):
+        # the last rank of a replica computes the loss
+        found = [np.full(2, s.index) for s in mine] if number % 2 else []
+        return {"train/loss_sum": (1.0 + number, float(number < 2))}, found
+
+    made = group({"forward_backward": forward_backward, "apply_gradients": lambda number, lr: {"train/lr": (lr, 1.0)}})
+    found = asyncio.run(made.forward_backward(advantaged(), "ppo"))
+    assert [row[0] for row in found.log_probs] == list(range(8))
+    assert found.metrics == {"train/loss_sum": pytest.approx((2.0 + 4.0) / 1)}
+    assert asyncio.run(made.optimizer_step(0.5)) == {"train/lr": 0.5} and made.policy.trained == 1
+
+
+def test_if_one_rank_fails_all_drop_their_gradients(group):
+    def forward_backward(number, mine, loss, settings):
+        if number == 3:
+            raise MilesError("the loss of this test fails")
+        return {}, []
+
+    made = group({"forward_backward": forward_backward, "drop_gradients": lambda number: None})
+    with pytest.raises(MilesError, match="the loss of this test fails"):
+        asyncio.run(made.forward_backward(advantaged(), "ppo"))
+    assert [call[0] for call in made.ranks.asked("drop_gradients")] == [0, 1, 2, 3]
 
 
 def pushed(made, worlds=WORLDS):

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles_tools.http_server import ApiError
 
-class ApiError(Exception):
-    """A refused request.
 
-    Attributes:
-        status: HTTP status.
-        message: one sentence for the agent's log.
-        code: machine-readable reason.
-        retry: whether the same request may succeed later.
-    """
-
-    def __init__(self, status: int, message: str, code: str, retry: bool = False) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.retry = status, message, code, retry
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": None}}
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON body of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "code": error.code, "param": None}}
 
 
 def refuse(message: str, code: str = "invalid_request") -> ApiError:

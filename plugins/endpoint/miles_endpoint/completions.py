@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.chat import tokenize
 from miles_core.data import describe_error
-from miles_endpoint.api_error import ApiError, refuse
+from miles_endpoint.api_error import refuse
 from miles_endpoint.call import Call, check_parameters, read_whole
 from miles_endpoint.chat import event
 from miles_endpoint.service import MAX_N, Models, Reply, read_sampling, usage_of
+from miles_tools.http_server import ApiError
 
 if TYPE_CHECKING:
     from miles_core.plugin import Turn

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
-import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from miles_core.chat import call_in_thread
 from miles_core.data import describe_error, valid_data
-from miles_core.plugin import ConfigError
 from miles_endpoint import chat, completions, responses
-from miles_endpoint.api_error import ApiError
+from miles_endpoint.api_error import error_body
 from miles_endpoint.service import Models, Reply
+from miles_tools.http_server import ApiError, HttpServer, Receive, Send, check_lengths, read_header, send_json
 
 if TYPE_CHECKING:
     from miles_endpoint.session import Exchange, Session
 
 log = logging.getLogger(__name__)
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 #: Interfaces by path.
 _INTERFACES: dict[str, Callable[[Mapping[str, Any], Session, Models], Reply]] = {
@@ -34,16 +29,13 @@ _INTERFACES: dict[str, Callable[[Mapping[str, Any], Session, Models], Reply]] = 
     "/v1/completions": completions.prepare,
     "/v1/responses": responses.prepare,
 }
-#: Seconds in which the body of a request must arrive, and seconds for which an idle connection is kept.
-BODY_SECONDS, IDLE_SECONDS = 60.0, 75
 #: Bytes from which a body is parsed in a thread.
 LONG = 256 * 1024
 #: Number of ended sessions that are remembered, to answer late requests.
 REMEMBERED = 10_000
-_PLAIN = [(b"content-type", b"application/json")]
 
 
-class Server:
+class Server(HttpServer):
     """Serves the sessions of a run.
 
     Args:
@@ -56,66 +48,19 @@ class Server:
         url: base URL for agents.
     """
 
+    name = "endpoint"
+
     def __init__(self, models: Models, host: str, port: int, max_body: int, url: str | None = None) -> None:
-        self.models, self.host, self.port, self.max_body = models, host, port, max_body
+        super().__init__(host, port, max_body, "--endpoint-")
+        self.models = models
         self.sessions: dict[str, Session] = {}
         self.url, self._given_url = "", url
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._task: asyncio.Task[None] | None = None
-        self._server: Any = None
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: the address cannot be used.
-        """
-        import uvicorn
-
-        class Quiet(uvicorn.Server):  # type: ignore[misc, unused-ignore]
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:  # signals belong to the run
-                yield
-
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self.host, self.port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); give another --endpoint-host or --endpoint-port"
-            ) from error
-        config = uvicorn.Config(
-            self._serve,
-            lifespan="off",
-            ws="none",
-            interface="asgi3",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=4096,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = Quiet(config)
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
-        while not self._server.started and not self._task.done():
-            await asyncio.sleep(0.005)
-        if self._task.done():
-            await self._task
-        host, port = listener.getsockname()[:2]
-        self.url = self._given_url or f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-    async def stop(self) -> None:
-        """Close all connections."""
-        if self._task is not None and self._server is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._task = self._server = None
+        """See ``HttpServer.start``."""
+        await super().start()
+        self.url = self._given_url or f"{self.address}/v1"
 
     def open(self, session: Session) -> str:
         """Register a session; return its API key."""
@@ -133,15 +78,15 @@ class Server:
 
     # ---- requests
 
-    async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         session: Session | None = None
         raw: bytes | None = b"" if scope["method"] == "GET" else None
         try:
-            _check_lengths(scope)
+            check_lengths(scope)
             session = self._session_of(scope)
             path, method = str(scope["path"]).rstrip("/"), scope["method"]
             if method == "GET" and path.startswith("/v1/models"):
-                await _send_json(send, 200, self._models_body(path))
+                await send_json(send, 200, self._models_body(path))
             elif path not in _INTERFACES:
                 raise ApiError(
                     404, f"there is no {method} {path[:80]}; there are: POST {', POST '.join(_INTERFACES)}", "not_found"
@@ -149,7 +94,7 @@ class Server:
             elif method != "POST":
                 raise ApiError(405, f"{path} takes POST, not {method}", "method_not_allowed")
             else:
-                raw = await self._read_body(scope, receive)
+                raw = await self.read_body(scope, receive)
                 await self._answer(session, path, scope, raw, receive, send)
         except ApiError as error:
             if session is not None:
@@ -157,10 +102,10 @@ class Server:
             headers = [] if error.retry else [(b"x-should-retry", b"false")]
             if raw is None:  # otherwise the rest of the body would be received, to be discarded
                 headers.append((b"connection", b"close"))
-            await _send_json(send, error.status, error.body(), headers)
+            await send_json(send, error.status, error_body(error), headers)
 
     def _session_of(self, scope: Mapping[str, Any]) -> Session:
-        kind, _, token = _header(scope, b"authorization").partition(" ")
+        kind, _, token = read_header(scope, b"authorization").partition(" ")
         session = self.sessions.get(token.strip())
         if kind.lower() == "bearer" and session is not None:
             return session
@@ -186,8 +131,8 @@ class Server:
             reply = _INTERFACES[path](body, session, self.models)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"the request is malformed ({describe_error(error)})", "invalid_request") from error
-        idempotency = _header(scope, b"idempotency-key")
-        retried = _header(scope, b"x-stainless-retry-count")
+        idempotency = read_header(scope, b"idempotency-key")
+        retried = read_header(scope, b"x-stainless-retry-count")
         digest = blake2b(path.encode() + idempotency.encode() + raw, digest_size=16).digest()
         exchange = await session.exchange(digest, bool(idempotency) or retried not in ("", "0"), reply.work)
         if not await _wait(exchange, receive):
@@ -209,47 +154,7 @@ class Server:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         else:
-            await _send_json(send, 200, made)
-
-    async def _read_body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
-        length = _header(scope, b"content-length")
-        parts: list[bytes] = []
-        size = int(length) if length.isdecimal() else 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                more = size <= self.max_body
-                size = 0 if more else size
-                while more:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        raise ApiError(400, "the client closed the connection", "closed")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    more = bool(message.get("more_body")) and size <= self.max_body
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds", "timeout") from None
-        if size > self.max_body:
-            raise ApiError(
-                413,
-                f"the request has {size} bytes or more; --endpoint-max-body is {self.max_body}",
-                "request_too_large",
-            )
-        return b"".join(parts)
-
-
-def _check_lengths(scope: Mapping[str, Any]) -> None:
-    """Refuse a request with two headers that say where its body ends: a proxy may believe the other one (RFC 9112, 6.3)."""
-    names = [key for key, _ in scope["headers"] if key in (b"content-length", b"transfer-encoding")]
-    if len(names) > 1:
-        raise ApiError(
-            400,
-            f"the request has two length headers ({', '.join(map(bytes.decode, names))}); send one",
-            "invalid_request",
-        )
-
-
-def _header(scope: Mapping[str, Any], name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+            await send_json(send, 200, made)
 
 
 def _digest(token: str) -> bytes:
@@ -279,10 +184,3 @@ async def _wait(exchange: Exchange, receive: Receive) -> bool:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_json(send: Send, status: int, body: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-    data = json.dumps(body, ensure_ascii=False).encode()
-    length = [(b"content-length", str(len(data)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*_PLAIN, *length, *(headers or [])]})
-    await send({"type": "http.response.body", "body": data})

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_endpoint.api_error import ApiError, refuse
+from miles_endpoint.api_error import refuse
 from miles_endpoint.call import overridden, read_stop, read_whole
+from miles_tools.http_server import ApiError
 
 if TYPE_CHECKING:
     from miles_core.engine import Sampling

@@ -15,9 +15,10 @@ from miles_core.chat import drop_earlier_rows, take_media, tokenize
 from miles_core.data import CannotExtend, describe_error
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader
-from miles_endpoint.api_error import ApiError, refuse
+from miles_endpoint.api_error import refuse
 from miles_endpoint.call import Call
 from miles_endpoint.conversation import Conversations
+from miles_tools.http_server import ApiError
 
 if TYPE_CHECKING:
     from miles_core.plugin import GenerationClient, Turn

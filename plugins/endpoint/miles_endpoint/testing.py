@@ -188,7 +188,7 @@ class Desk:
                 reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
             reply.raw += message.get("body", b"")
 
-        await self.server._serve(scope, receive, send)
+        await self.server.serve(scope, receive, send)
         return reply
 
     async def chat(self, *messages: Any, **body: Any) -> Reply:

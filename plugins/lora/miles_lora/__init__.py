@@ -48,6 +48,12 @@ class LoraOptions:
         help="--export-hf writes a merged checkpoint, or an adapter in peft's format",
         only_if="export_hf",
     )
+    seed: int | None = option(
+        None,
+        flag="--lora-seed",
+        help="seed of the adapters' initial values (default: from --seed and the policy's name)",
+        ge=0,
+    )
     adapter: str | None = option(
         None, flag="--lora-adapter", help="start from this adapter in peft's format", metavar="DIR"
     )

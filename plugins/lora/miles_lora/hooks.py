@@ -82,7 +82,7 @@ class Lora:
             return
         format = codec_of(run, policy, role).format
         targets = find_targets(model, options.target_modules)
-        seed = f"{run.config.train.seed}/{policy.name}"
+        seed = _seed_of(run, policy, options)
         adapters = attach(targets, options, seed, raw_inputs=format is not None and format.quantizes_activations)
         if not trains:
             return
@@ -191,11 +191,16 @@ def _has_adapters(policy: Policy) -> bool:
     return policy.learns or bool(policy.follows)
 
 
+def _seed_of(run: Run, policy: Policy, options: LoraOptions) -> str:
+    """Return the seed of a policy's initial values."""
+    return f"{run.config.train.seed}/{policy.name}" if options.seed is None else str(options.seed)
+
+
 def _make_sharded(run: Run, policy: Policy, options: LoraOptions) -> ShardedAdapters:
     chosen = run.config_of(policy).model
     config = checkpoint_config(chosen.ref_load or policy.hf_checkpoint, chosen.trust_remote_code)
-    model, seed = build_empty(config, chosen.trust_remote_code), f"{run.config.train.seed}/{policy.name}"
-    made = ShardedAdapters(model, options, seed)
+    model = build_empty(config, chosen.trust_remote_code)
+    made = ShardedAdapters(model, options, _seed_of(run, policy, options))
     if options.adapter is not None:
         made.start = read_adapter(options.adapter, made.shapes(), made.targets)
     return made

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from miles_core.plugin import NonFiniteError
+from miles_core.plugin import MilesError, NonFiniteError
 from miles_core.trainer import OptimizerConfig
 
 
@@ -94,7 +94,9 @@ class Optimizer:
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
 
     def configure(self, settings: Mapping[str, float]) -> None:
-        """See ``Trainer.configure``."""
+        """See ``Trainer.configure``. Raises MilesError for the coefficients of Adam."""
+        if adam := [name for name in settings if name.startswith("adam_")]:
+            raise MilesError(f"--trainer megatron cannot change {adam[0]} while running")
         self.settings = replace(self.settings, **settings)  # type: ignore[arg-type]
         for part in self.inner.chained_optimizers:
             part.config.clip_grad = self.settings.clip_grad
