@@ -1,7 +1,8 @@
 """vLLM as the rollout engine, for miles-core."""
 
-from miles_core.plugin import Capability, Plugin, Rule, Set
+from miles_core.plugin import Capability, Package, Plugin, Rule, Set
 from miles_vllm.config import VllmConfig
+from miles_vllm.installed import INSTALL, TESTED
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,10 @@ plugin = Plugin(
             when="rollout.top_p < 1 or rollout.top_k > 0",
             because="with top-p or top-k, vLLM returns log-probs over the sampling support only",
         ),
+    ),
+    # on a CPU, ``review`` also accepts a build with another name
+    packages=(
+        Package("vllm", TESTED, when="engine == vllm and gpu.memory_gb and model.device != cpu", install=INSTALL),
     ),
     review="miles_vllm.review:review",
 )

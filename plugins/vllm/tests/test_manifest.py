@@ -33,6 +33,12 @@ def test_a_supported_version_is_installed(plan, monkeypatch, dense, found, good)
         plan(engine="vllm", device="cpu", hf_checkpoint=dense)
 
 
+def test_a_run_on_other_hardware_is_planned_without_vllm(plan, monkeypatch, dense):
+    monkeypatch.setattr(review, "version", lambda: None)
+    text = str(plan(engine="vllm", hf_checkpoint=dense, facts=["hardware=H200"]))
+    assert "vllm needs vllm >=0.26,<0.33 where the run starts: pip install" in text
+
+
 def test_a_build_for_cpus_has_another_name(monkeypatch):
     def version(name):
         if name == "vllm":
