@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles_tools.foreign import programs
 
-INTRODUCTION = """# Coming from TRL, verl, prime-rl, slime or miles
+INTRODUCTION = """# Coming from TRL, verl, prime-rl, OpenRLHF, slime or miles
 
 Written by `python docs/coming_from.py`; do not edit. The command line uses the same tables: an option of another program
 produces an error that names the option to use here, and a command line of another program (with the words that start it, or a

@@ -207,7 +207,9 @@ class Reward:
     rm_url: str | None = option(
         None, help="URL to which --rm-type remote posts samples", metavar="URL", only_if="reward.rm_type == remote"
     )
-    reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
+    reward_key: str | None = option(
+        None, help="entry to train on when rewards are dicts", only_if="reward.rm_type not in {exact, boxed, f1, math}"
+    )
     overlong_buffer_len: int | None = option(
         None, help="soft over-length penalty over this many last tokens of --rollout-max-response-len (DAPO)", ge=1
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Tables of facts that no option sets.
 _FACTS = ("gpu", "plugin", "package", "env")
 #: Files, in the order of the page.
-FILES = ("trl", "verl", "prime-rl", "slime")
+FILES = ("trl", "verl", "prime-rl", "openrlhf", "slime")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def explain(option: str, schema: Schema | None = None) -> str:
         return f"{option}: {said}"
     if schema is not None and (said := explain_installation(option, schema)):
         return said
-    for program in programs():
+    for program in sorted(
+        programs(), key=lambda each: not each.names_exactly(option)
+    ):  # names count more than patterns
         if (key := program.find(option)) is not None:
             return f"{option}, an option of {program.name}; here: {program.names[key]}"
     return ""

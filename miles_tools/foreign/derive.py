@@ -18,9 +18,9 @@ def derive(found: Translation, values: Values, words: Sequence[str]) -> list[str
         words: the command line so far.
     """
     program = found.program
-    complete = {"verl": _verl, "TRL": _trl, "prime-rl": _prime, "slime and miles": _slime}.get(
-        program.name if program else ""
-    )
+    complete = {
+        "verl": _verl, "TRL": _trl, "prime-rl": _prime, "OpenRLHF": _openrlhf, "slime and miles": _slime
+    }.get(program.name if program else "")  # fmt: skip
     return _pair_evaluation(found, complete(found, values, list(words))) if complete else list(words)
 
 
@@ -130,6 +130,34 @@ def _prime(found: Translation, values: Values, words: list[str]) -> list[str]:
         found.notes.append(
             f"tasks come from {task}: give a file with its prompts in place of prompts.jsonl and their reward, or --environments NAME"
         )
+    return words
+
+
+def _openrlhf(found: Translation, values: Values, words: list[str]) -> list[str]:
+    if {"algo.kl.use_loss", "use_kl_loss"} & values.keys():
+        words = ["--kl-loss-coef" if word == "--kl-coef" else word for word in words]
+    else:
+        words = _without(words, "--kl-loss-type")
+    words = _place_kl(found, True, _add(words, "--advantage-estimator", "ppo"))  # OpenRLHF's default
+    if "--use-dynamic-batch-size" in words:
+        words = _without(words, "--micro-batch-size")
+    if "async" in words:  # only the models of the trainer share GPUs then
+        words = _without(words, "--colocate")
+    engines = _number(values.get("vllm.num_engines") or values.get("vllm_num_engines"))
+    if engines and "--colocate" not in words:
+        size = _number(values.get("vllm.tensor_parallel_size") or values.get("vllm_tensor_parallel_size")) or 1
+        words = _with(words, "--rollout-num-gpus", str(engines * size))
+    if engines:
+        words = _add(words, "--engine", "vllm")
+    if {"logger.wandb.key", "use_wandb"} & values.keys() and "--use-wandb" not in words:
+        words = [*words, "--use-wandb"]
+    if "--custom-rm-path" in words:
+        found.notes.append("a reward function is called as f(args, sample) here")
+    elif "--rm-type" not in words:
+        words = [*words, "--rm-type", "math"]
+        found.notes.append("no reward is named: --rm-type math is for answers of mathematics")
+    for name in ("train.num_episodes", "num_episodes"):
+        _note_epochs(found, name, values, words)
     return words
 
 

@@ -114,7 +114,8 @@ def _translate_group(
         return replacement
     if find_plugins(name, schema):  # it stays in the line, which is complete once the plugin is installed
         return [name, *words]
-    if (made := _translate_foreign(group, schema, found, values)) is not None:
+    own_path = name.startswith("-") and _find_path(name, schema) and not any(p.names_exactly(name) for p in programs())
+    if not own_path and (made := _translate_foreign(group, schema, found, values)) is not None:
         return made
     if (elsewhere := explain_flag(name, schema).partition(ELSEWHERE)[2]) and name not in own_flags:
         found.drop(name, elsewhere)
@@ -138,11 +139,16 @@ def _find_spelling(name: str, schema: Schema, known: set[str]) -> list[str]:
     spelling = "--" + name.lstrip("-").replace("_", "-")
     if spelling in known:
         return [spelling]
-    option = schema.find(name.lstrip("-").replace("-", "_")) if "." in name else None
-    if option is not None:
-        return [option.flag]
+    if flag := _find_path(name, schema):
+        return [flag]
     nearest = find_nearest(name, known)[:1] if name.startswith("-") and "." not in name else []
     return [n for n in nearest if _is_typing_error(name, n)]
+
+
+def _find_path(name: str, schema: Schema) -> str:
+    """Return the flag of an option of this program that is typed by its path, such as ``--train.lr``; "" if there is none."""
+    option = schema.find(name.lstrip("-").replace("-", "_")) if "." in name else None
+    return option.flag if option is not None else ""
 
 
 def _is_typing_error(name: str, meant: str) -> bool:

@@ -295,13 +295,29 @@ def test_group_rewards_and_their_concurrency_in_a_run(toy_run, tmp_path, plain):
     assert done.metrics[-1]["reward/max"] == 1.0 and 0 < done.metrics[-1]["reward/mean"] < 1
 
 
-@pytest.mark.parametrize("code", ["", "async def reward(args, sample) -> float:\n    return 1.0\n"])
-def test_a_key_into_a_reward_that_is_a_number_is_refused(tmp_path, code):
+@pytest.mark.parametrize("rm_type", ["exact", "boxed", "f1", "math"])
+def test_a_key_into_a_reward_that_is_a_number_is_refused_in_the_plan(rm_type):
+    from miles_testing import plan
+
+    options = {"rm_type": rm_type, "custom_rm_path": None, "label_key": "label"}
+    with pytest.raises(ConfigError, match=f"^--reward-key score: it needs .*, and --rm-type is {rm_type} "):
+        plan(reward_key="score", **options)
+    assert plan(**options)
+
+
+def test_a_key_into_a_reward_of_a_plugin_or_a_file_that_is_a_number_is_refused_at_the_start(tmp_path):
     from miles_testing import toy_run
 
-    options = {"rm_type": "exact", "custom_rm_path": None, "label_key": "label"}
-    if code:
-        (tmp_path / "r.py").write_text(code)
-        options = {"custom_rm_path": f"{tmp_path / 'r.py'}:reward"}
-    with pytest.raises(ConfigError, match="--reward-key score: it has no effect, because the reward of"):
-        toy_run(reward_key="score", **options)
+    (tmp_path / "r.py").write_text("async def reward(args, sample) -> float:\n    return 1.0\n")
+    (tmp_path / "own.py").write_text(
+        "from miles_core.plugin import Plugin, compares_label\n"
+        "plugin = Plugin('own', 'a reward', '0', '~=0.1', provides={'reward': {'own': 'own:make'}})\n"
+        "make = compares_label(lambda: None)\n"
+    )
+    rewards = (
+        ((), {"custom_rm_path": f"{tmp_path / 'r.py'}:reward"}),
+        ([str(tmp_path / "own.py")], {"rm_type": "own", "custom_rm_path": None, "label_key": "label"}),
+    )
+    for plugins, options in rewards:
+        with pytest.raises(ConfigError, match="--reward-key score: it has no effect, because the reward of"):
+            toy_run(plugins, reward_key="score", **options)

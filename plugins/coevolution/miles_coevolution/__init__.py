@@ -33,6 +33,11 @@ plugin = Plugin(
             needs="schedule == sync",
             because="a step's games belong to the players of that step: phases, past versions and selection change them between steps",
         ),
+        Rule(
+            needs="reward.reward_key == none",
+            when="reward.rm_type == game",
+            because="this reward is a number, and only a dict has entries",
+        ),
     ),
     review="miles_coevolution.review:review",
     hints=(

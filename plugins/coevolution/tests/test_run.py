@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from miles_coevolution import plugin
 from miles_coevolution.hooks import LEAGUE
 from miles_core.observe.hints import Hints
-from miles_core.plugin import DataError, MilesError
+from miles_core.plugin import DataError, MilesError, PlanError
 from miles_testing import RolloutFunctionContract
 from miles_testing import toy_run as make_run
 from miles_testing.doubles import remote
@@ -247,6 +247,12 @@ def test_a_reward_of_a_game_needs_a_game(toy_run, tmp_path):
     (tmp_path / "run.yaml").write_text(TWO)
     with pytest.raises(DataError, match="was not made by a game"):
         toy_run(["coevolution"], config=tmp_path / "run.yaml", rm_type="game", custom_rm_path=None)
+
+
+def test_a_key_into_the_reward_of_a_game_is_refused_in_the_plan(plan, tmp_path):
+    (tmp_path / "run.yaml").write_text(TWO)
+    with pytest.raises(PlanError, match="this reward is a number"):
+        plan(["coevolution"], config=tmp_path / "run.yaml", reward_key="x", **NIM)
 
 
 def test_a_run_that_starts_again_forgets_everything(run):

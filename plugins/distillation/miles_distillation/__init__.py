@@ -41,6 +41,11 @@ plugin = Plugin(
             when="reward.rm_type == nothing",
             because="without rewards, other estimators give every token the advantage 0",
         ),
+        Rule(
+            needs="reward.reward_key == none",
+            when="reward.rm_type == nothing",
+            because="this reward is a number, and only a dict has entries",
+        ),
     ),
     review="miles_distillation.review:review",
     hooks={"": "miles_distillation.hooks:Distillation"},

@@ -107,6 +107,7 @@ def test_the_step_follows_the_gradient_of_the_divergence(run):
         ("student: {{}}, a: {{role: frozen}}", {"distillation_teacher": "b"}, "and b is none"),
         ("student: {{}}, a: {{role: frozen}}", {"advantage_estimator": "grpo"}, "every token the advantage 0"),
         ("student: {{}}, a: {{role: frozen}}", {"distillation_coef": 0.5}, "this estimator ignores rewards"),
+        ("student: {{}}, a: {{role: frozen}}", {"reward_key": "x"}, "this reward is a number"),
         ("student: {{}}, a: {{role: frozen}}", {"distillation_score_with": "engine"}, "generates: true"),
         (
             "student: {{}}, a: {{role: frozen, generates: true}}",

@@ -36,6 +36,11 @@ plugin = Plugin(
             when="data.prompts == environments or rollout.generate == environments or reward.rm_type == environments",
             because="no environment is chosen: give --environments LIBRARY:TASK",
         ),
+        Rule(
+            needs="reward.reward_key == none",
+            when="reward.rm_type == unit_tests",
+            because="this reward is a number, and only a dict has entries",
+        ),
     ),
     notes={
         f"data.prompts == environments and not evaluation.prompt_data and not sft.data and ({_COLUMNS})": "no effect: --input-key, --label-key, "

@@ -57,7 +57,7 @@ def test_a_script_s_command_line_becomes_a_complete_line(program, script):
 
 def test_scripts_of_each_program_are_in_the_file():
     assert {program: len(scripts) for program, scripts in LINES.items()} == {
-        "verl": 15, "slime and miles": 12, "TRL": 6, "prime-rl": 10
+        "verl": 15, "slime and miles": 12, "TRL": 6, "prime-rl": 10, "OpenRLHF": 4
     }  # fmt: skip
 
 
@@ -80,6 +80,32 @@ def test_every_option_of_a_program_is_answered(program, schema):
         found = translate([f"{word}=x"] if "." in option else [word, "x"], schema)
         known = word.replace("_", "-") in {*schema.spellings(), "--config"}
         assert known or not found.unknown, (option, found.unknown)
+
+
+@pytest.mark.parametrize(
+    "option", ["--vllm_num_engines", "--vllm_sync_backend", "--generate_max_len", "--ds.zero_stage"]
+)
+def test_a_name_counts_more_than_a_pattern_of_another_program(option):
+    assert f"{option}, an option of OpenRLHF; here: " in explain(option)
+    assert "an option of TRL" not in explain("--vllm_other") and "an option of TRL" in explain("--vllm_server_host")
+
+
+def test_sizes_and_the_kl_of_openrlhf():
+    dapo = load(complete_line(answer(LINES["OpenRLHF"]["0.9.9: train_dapo_ray_hybrid_engine.sh"])), environment={})
+    assert (dapo.rollout.batch_size, dapo.rollout.n_samples_per_prompt, dapo.train.global_batch_size) == (128, 8, 128)
+    assert (dapo.algorithm.kl_loss_coef, dapo.algorithm.kl_loss_type, dapo.algorithm.kl_coef) == (1e-3, "k3", 0)
+    assert (dapo.algorithm.eps_clip, dapo.algorithm.eps_clip_high) == (0.2, 0.27)
+    assert dapo.run.colocate and dapo.plugin("ray").rollout_num_gpus is None
+    agent = load(
+        complete_line(answer(LINES["OpenRLHF"]["train_reinforce_baseline_ray_agent_async.sh"])), environment={}
+    )
+    assert (agent.data.input_key, agent.data.label_key, agent.data.apply_chat_template) == ("prompt", "label", True)
+    assert (agent.run.schedule, agent.run.colocate, agent.plugin("ray").rollout_num_gpus) == ("async", False, 4)
+
+
+def test_a_key_of_wandb_is_not_repeated():
+    text = answer(["--pretrain", "m", "--zero_stage", "3", "--packing_samples", "--use_wandb", "hunter2"])
+    assert "hunter2" not in text and "--use-wandb" in complete_line(text)
 
 
 def test_names_of_the_reward_and_filters_of_verl():
