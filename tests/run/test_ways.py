@@ -75,7 +75,7 @@ def test_from_learn_to_the_loss(step):
 
 
 def test_from_the_prompt_file_to_the_loss(step):
-    check("from the prompt file to the loss", step.way(SAMPLE), 27)
+    check("from the prompt file to the loss", step.way(SAMPLE), 28)
 
 
 def test_from_the_optimizer_to_the_engine(step):

@@ -105,10 +105,9 @@ async def serve(server: ServiceServer, words: list[str], most: int, samplers: in
     try:
         server.service = await asyncio.wrap_future(ready)
         await server.start()
-        print(
-            f"serving {server.service.base}; clients need:\n  export TINKER_BASE_URL={server.address}\n  export TINKER_API_KEY={server.token}",
-            flush=True,
-        )
+        print(f"serving {server.service.base}; clients need:")
+        for name, value in (("TINKER_BASE_URL", server.address), ("TINKER_API_KEY", server.token)):
+            print(f"  export {name}={value}", flush=True)
         await stop.wait()
     finally:
         await server.stop()
