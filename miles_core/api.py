@@ -73,7 +73,7 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
         MilesError: the error that ended the training. Its notes name the location of the last completed step.
 
     Example:
-        >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
+        >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", label_key="label", num_rollout=20, lr=1e-6)
         >>> result.series("reward/mean")
     """
     from rich.console import Console

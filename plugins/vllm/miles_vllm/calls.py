@@ -55,7 +55,7 @@ class Calls:
             call.done.set()
 
     @property
-    def sent(self) -> bool:
+    def any_sent(self) -> bool:
         """Whether vLLM has any request."""
         return any(call.sent for call in self._calls.values())
 
@@ -68,7 +68,7 @@ class Calls:
         self._open.clear()
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def hold(self) -> AsyncIterator[None]:
         """Hold new requests inside the context; open the gate again if it was open."""
         was_open = self._open.is_set()
         self.close()

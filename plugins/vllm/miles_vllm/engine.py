@@ -149,7 +149,7 @@ class VllmEngine(Engine):
         """Restart vLLM, send it the learner's weights, and pause it again if it was paused."""
         assert self.resend is not None  # otherwise ``_spend`` has raised
         paused = self._paused
-        async with self._calls.held():
+        async with self._calls.hold():
             await self.stop()
             await self._launch()
             await self.resend()
@@ -231,7 +231,7 @@ class VllmEngine(Engine):
         self._calls.open()
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        if self._calls.sent:
+        if self._calls.any_sent:
             raise RuntimeError("sleep with requests in flight: abort them first")
         if "sleep" in self.capabilities:
             await self._ask("sleep", [*parts])
@@ -254,10 +254,10 @@ class VllmEngine(Engine):
     async def _updating(self, call: str, version: int, staged: bool = False) -> AsyncIterator[None]:
         """Hold new requests while weights change. If vLLM dies inside the context, the update fails with SyncError, and the next one
         begins with a restart."""
-        if self._calls.sent and not self._paused and not staged:
+        if self._calls.any_sent and not self._paused and not staged:
             raise RuntimeError(f"{call} with requests in flight: pause or abort them first")
         await self._renewal.wait_until_renewed()
-        async with self._calls.held():
+        async with self._calls.hold():
             try:
                 if self._lost:
                     await self._launch()
