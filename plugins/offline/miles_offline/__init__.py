@@ -57,7 +57,8 @@ plugin = Plugin(
     sets={
         "schedule": Set("offline", because=_NO_ENGINE),
         "data.prompts": Set(
-            "offline", because="it reads the layouts messages, prompt/completion (with or without label) and prompt/chosen/rejected"
+            "offline",
+            because="it reads the layouts messages, prompt/completion (with or without label) and prompt/chosen/rejected",
         ),
         "reward.rm_type": Set("preference", because="rows are trained on as they are; no reward is computed"),
         "rollout.n_samples_per_prompt": (
