@@ -2,8 +2,8 @@
 
 Run: ``python benchmarks/training/trl_offline.py --trl-python PYTHON --save`` (a minute or two; needs ``plugins/offline``, and TRL 1.16 with
 datasets in PYTHON's installation, or their folder as ``--trl-path``). A small random Llama in float32 on the CPU trains for twenty steps of
-eight rows: SFT on prompts with completions, SFT on conversations of one to three answers, DPO, and IPO. Each side runs its own training loop in
-its own process. The last line is one JSON object: for each case both lists of losses, their largest relative difference, and the median
+eight rows: SFT on prompts with completions, SFT on conversations of one to three answers, DPO, IPO, and KTO. Each side runs its own training
+loop in its own process. The last line is one JSON object: for each case both lists of losses, their largest relative difference, and the median
 seconds per step of each side, which on so small a model are overhead and no measure of speed.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.measure import ROOT, finish, installed, options
 
 STEPS, ROWS, LR, BETA = 20, 8, 1e-3, 0.1
-CASES = ("sft text", "sft messages", "dpo", "ipo")
+CASES = ("sft text", "sft messages", "dpo", "ipo", "kto")
 #: Marks what the assistant writes, which TRL reads from the template. Rendered text is that of the demo's template.
 TEMPLATE = (
     "{%- for message in messages -%}<|start|>{{ message.role }}: {%- if message.role == 'assistant' %} {% generation %}"
@@ -102,6 +102,8 @@ def make_inputs(case: str, directory: Path) -> None:
         elif case == "sft messages":
             turns = [[say("user", 5), say("assistant", 7)] for _ in range(draw.randint(1, 3))]
             rows.append({"messages": [message for turn in turns for message in turn]})
+        elif case == "kto":
+            rows.append({"prompt": [say("user", 5)], "completion": [say("assistant", 7)], "label": draw.random() < 0.6})
         else:
             rejected = say("assistant", 7)
             rejected["content"] += " no"
@@ -131,12 +133,12 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
     """Train with TRL's trainer of the case, recording the loss of each step before it is rounded."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
     losses: list[float] = []
     times = [time.perf_counter()]
     supervised = case.startswith("sft")
-    owner: Any = SFTTrainer if supervised else DPOTrainer
+    owner: Any = SFTTrainer if supervised else KTOTrainer if case == "kto" else DPOTrainer
 
     inner = owner.compute_loss
 
@@ -170,6 +172,8 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
     }
     if supervised:
         config: Any = SFTConfig(**settings, assistant_only_loss=case == "sft messages")
+    elif case == "kto":
+        config = KTOConfig(**settings, beta=BETA)
     else:
         config = DPOConfig(**settings, beta=BETA, loss_type=["sigmoid" if case == "dpo" else "ipo"])
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")

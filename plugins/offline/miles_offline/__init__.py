@@ -1,11 +1,14 @@
-"""Training on data that exists, without an engine: supervised (SFT) and on preferences (DPO, IPO), for miles-core."""
+"""Training on data that exists, without an engine: supervised (SFT) and on preferences (DPO, IPO, KTO), for miles-core."""
 
+from miles_core.data import Field
 from miles_core.plugin import Panel, Plugin, Rule, Set
 from miles_offline.config import OfflineConfig
 
 __version__ = "0.1.0"
 
 _PAIRS = "algorithm.advantage_estimator in {dpo, ipo}"
+_KTO = "algorithm.advantage_estimator == kto"
+_PREFERENCES = "algorithm.advantage_estimator in {dpo, ipo, kto}"
 _SUPERVISED = "algorithm.advantage_estimator == sft"
 _NO_ENGINE = "the samples are rows of --prompt-data, and no engine generates any"
 
@@ -40,12 +43,13 @@ _OF_ENGINES = {
 
 plugin = Plugin(
     name="offline",
-    summary="training without an engine: supervised (SFT) on messages, DPO and IPO on preferences",
+    summary="training without an engine: supervised (SFT) on messages, DPO, IPO and KTO on preferences",
     version=__version__,
     core="~=0.1",
     config=OfflineConfig,
+    fields=(Field("kto_reference", "float64", "sample"),),
     provides={
-        "advantage": {name: f"miles_offline.{name}:make_{name}" for name in ("sft", "dpo", "ipo")},
+        "advantage": {name: f"miles_offline.{name}:make_{name}" for name in ("sft", "dpo", "ipo", "kto")},
         "schedule": {"offline": "miles_offline.schedule:OfflineSchedule"},
         "prompts": {"offline": "miles_offline.schedule:make_prompts"},
         "reward": {"preference": "miles_offline.schedule:make_reward"},
@@ -53,24 +57,25 @@ plugin = Plugin(
     sets={
         "schedule": Set("offline", because=_NO_ENGINE),
         "data.prompts": Set(
-            "offline", because="it reads the layouts messages, prompt/completion and prompt/chosen/rejected"
+            "offline",
+            because="it reads the layouts messages, prompt/completion (with or without label) and prompt/chosen/rejected",
         ),
         "reward.rm_type": Set("preference", because="rows are trained on as they are; no reward is computed"),
         "rollout.n_samples_per_prompt": (
-            Set(1, when=_SUPERVISED, because="a row is one sample"),
+            Set(1, when=f"{_SUPERVISED} or {_KTO}", because="a row is one sample"),
             Set(2, when=_PAIRS, because="a row is a pair of samples"),
         ),
-        "algorithm.kl_coef": Set(0.1, when=_PAIRS, because="it is the beta of the loss, and 0.1 is usual"),
+        "algorithm.kl_coef": Set(0.1, when=_PREFERENCES, because="it is the beta of the loss, and 0.1 is usual"),
         "algorithm.loss_aggregation": Set(
-            "constant", when=_PAIRS, because="the loss of a pair is a sum over its tokens"
+            "constant", when=_PREFERENCES, because="the log-ratios of a preference are sums over its tokens"
         ),
         "algorithm.loss_constant_length": Set(
-            1, when=_PAIRS, because="the loss is divided by the number of pairs only"
+            1, when=_PREFERENCES, because="the loss is divided by the number of pairs (kto: rows) only"
         ),
     },
     requires=(
         Rule(
-            "algorithm.advantage_estimator in {sft, dpo, ipo}",
+            "algorithm.advantage_estimator in {sft, dpo, ipo, kto}",
             because="the other estimators compare samples of the policy",
         ),
         Rule(
@@ -78,7 +83,7 @@ plugin = Plugin(
             when="data.prompts == offline",
             because="its rows are trained on: give --prompt-data FILE",
         ),
-        Rule("algorithm.kl_coef > 0", when=_PAIRS, because="--kl-coef is the beta of the loss"),
+        Rule("algorithm.kl_coef > 0", when=_PREFERENCES, because="--kl-coef is the beta of the loss"),
         Rule(
             "algorithm.kl_coef == 0",
             when=_SUPERVISED,
@@ -86,8 +91,13 @@ plugin = Plugin(
         ),
         Rule(
             "train.num_steps_per_rollout in {none, 1} and train.global_batch_size == none",
-            when=_PAIRS,
-            because="the log-ratios of a pair are computed before its optimizer step; --rollout-batch-size is the number of pairs per step",
+            when=_PREFERENCES,
+            because="the log-ratios are computed before the optimizer step; --rollout-batch-size is the number of pairs (kto: rows) per step",
+        ),
+        Rule(
+            "rollout.batch_size > 1",
+            when=_KTO,
+            because="its reference is estimated with the answers of other rows of the step",
         ),
         Rule("not algorithm.normalize_advantages", because="the advantages are the gradient of the loss"),
         Rule("not algorithm.use_rollout_logprobs", because=_NO_ENGINE),
@@ -114,8 +124,8 @@ plugin = Plugin(
         ),
         Rule(
             "data.label_key == none",
-            when=_PAIRS,
-            because="the columns of a preference are prompt (--input-key), chosen and rejected",
+            when=_PREFERENCES,
+            because="the columns of a preference are prompt (--input-key), chosen and rejected; for kto prompt, completion and label",
         ),
         Rule("not data.media", because="it trains on text only"),
         Rule("not evaluation.prompt_data", because=f"{_NO_ENGINE}; --held-out-data measures the loss on other rows"),
@@ -127,7 +137,8 @@ plugin = Plugin(
     ),
     hooks={
         "": "miles_offline.hooks:Offline",
-        _PAIRS: "miles_offline.hooks:PairMetrics",
+        _KTO: "miles_offline.hooks:Kto",
+        _PREFERENCES: "miles_offline.hooks:PreferenceMetrics",
         "offline.held_out": "miles_offline.hooks:HeldOut",
     },
     panels=(

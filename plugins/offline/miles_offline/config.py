@@ -26,3 +26,17 @@ class OfflineConfig:
         ge=1,
         only_if="offline.held_out",
     )
+    kto_desirable_weight: float = option(
+        1.0,
+        flag="--kto-desirable-weight",
+        help="KTO: weight of the loss of answers with the label true",
+        gt=0,
+        only_if="algorithm.advantage_estimator == kto",
+    )
+    kto_undesirable_weight: float = option(
+        1.0,
+        flag="--kto-undesirable-weight",
+        help="KTO: weight of the loss of answers with the label false",
+        gt=0,
+        only_if="algorithm.advantage_estimator == kto",
+    )

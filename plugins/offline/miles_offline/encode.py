@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_core.data import Renderer, Row, Sample, Status
 from miles_core.plugin import DataError, MilesError, Run
-from miles_offline.rows import TOOLS
+from miles_offline.rows import LABEL, TOOLS
 
 
 @dataclass
@@ -39,23 +39,23 @@ class Encoder:
         self.tokenizer, self.renderer = run.tokenizer, run.render.renderer
         self.template = run.render
         self.chat = run.config.data.apply_chat_template
-        given = run.config.rollout.max_context_len
-        self.limit: int | None = given or run.plan.fact("model.context")
-        self.origin = "--rollout-max-context-len" if given else "the model's context"
+        self.limit = longest_text(run)
+        self.origin = "--rollout-max-context-len" if run.config.rollout.max_context_len else "the model's context"
         self.vocabulary: int | None = run.plan.fact("model.vocab_size")
 
     def encode(self, row: Row, group: int, first: int) -> list[Sample]:
-        """Return the samples of a row, numbered from ``first``. They share one rollout; the reward is 1, and 0 for the rejected side."""
+        """Return the samples of a row, numbered from ``first``. They share one rollout; the reward is 1, and 0 for the rejected side
+        or an answer with the label false."""
         samples: list[Sample] = []
         for column, answer in row.label.items():
             try:
                 parts = self._conversation(row.prompt, answer, row.metadata.get(TOOLS))
             except MilesError as error:
                 raise DataError(f"{row.place}, column {column!r}: {error}") from error
-            if len(row.label) == 2 and len(parts) > 1:
+            if (len(row.label) == 2 or LABEL in row.metadata) and len(parts) > 1:
                 raise DataError(
-                    f"{row.place}: the chat template changes earlier answers of the column {column!r} when the conversation goes on, so the "
-                    "two sides cannot be compared as one text each; give only the last answer in it, and the others in the prompt"
+                    f"{row.place}: the chat template changes earlier answers of the column {column!r} when the conversation goes on, so it is "
+                    "not one text that can be preferred; give only the last answer in it, and the others in the prompt"
                 )
             if not parts:
                 raise DataError(
@@ -70,7 +70,7 @@ class Encoder:
                         response=str(self.tokenizer.decode(part.tokens[part.prompt :])),
                         response_length=len(part.mask),
                         loss_mask=part.mask,
-                        reward=float(column != "rejected"),
+                        reward=float(row.metadata.get(LABEL, column != "rejected")),
                         status=Status.COMPLETED,
                         group_index=group,
                         index=first + len(samples),
@@ -106,6 +106,11 @@ class Encoder:
                 f"{row.place}: the tokenizer gives the column {column!r} the token {max(part.tokens)}, but the model's vocabulary has "
                 f"{self.vocabulary} tokens (vocab_size in its config.json); use the tokenizer of this model"
             )
+
+
+def longest_text(run: Run) -> int | None:
+    """Return how many tokens a text may have; None if the model states no limit."""
+    return run.config.rollout.max_context_len or run.plan.fact("model.context")
 
 
 def encode_messages(

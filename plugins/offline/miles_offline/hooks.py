@@ -1,4 +1,4 @@
-"""The plugin's hooks: no engine, the metrics of pairs, and the loss on held-out rows."""
+"""The plugin's hooks: no engine, KTO's reference, the metrics of preferences, and the loss on held-out rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from miles_core.data import Batch, Sample
 from miles_core.plugin import Policy, Run, hookimpl
 from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output
+from miles_offline import kto, pairs
 from miles_offline.config import OfflineConfig
-from miles_offline.pairs import CHOSEN, LOSS, REJECTED
+from miles_offline.encode import longest_text
 from miles_offline.schedule import HELD_OUT
 
 
@@ -26,34 +28,70 @@ class Offline:
             policy.generates = False
 
 
-class PairMetrics:
-    """Reports the loss of pairs; the policy gradient's own value has no meaning."""
+class Kto:
+    """Computes the reference of KTO before each step."""
+
+    @hookimpl
+    def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
+        def wrap(inner: Any) -> Any:
+            async def learn(samples: Sequence[Sample], step: int) -> Learned:
+                await kto.attach_reference(handles[policy.name], samples, longest_text(run))
+                learned: Learned = await inner(samples, step)
+                return learned
+
+            return learn
+
+        return wrap
+
+
+class PreferenceMetrics:
+    """Reports the loss of preferences; the policy gradient's own value has no meaning."""
 
     @hookimpl
     def wrap_loss(self, run: Run, policy: Policy) -> Any:
         def wrap(inner: LossFunction) -> LossFunction:
             def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
                 found = inner(output, batch, ctx)
-                if LOSS not in batch.scalars:
+                values = row_values(batch) if kto.LOSS in batch.scalars else pair_values(batch)
+                if not values:
                     return found
-                own, chosen, rejected = (batch.scalars[name] for name in (LOSS, CHOSEN, REJECTED))
+                own, _ = values["train/loss"]
                 trained = torch.zeros_like(own).index_add(0, batch.owner, batch.mask.to(own)).clamp(max=1)
-                count = trained.sum()
-                values = {
-                    "train/loss": own,
-                    "offline/reward_chosen": chosen,
-                    "offline/reward_rejected": rejected,
-                    "offline/margin": chosen - rejected,
-                    "offline/accuracy": (chosen > rejected).to(own),
-                }
-                pairs = {name: ((value * trained).sum(), count) for name, value in values.items()}
+                means = {n: ((value * trained * of).sum(), (trained * of).sum()) for n, (value, of) in values.items()}
                 # an estimate of the KL needs tokens that the policy sampled
                 others = {name: pair for name, pair in found.metrics.items() if name != "train/ref_kl"}
-                return Loss(found.value, others | pairs)
+                return Loss(found.value, others | means)
 
             return loss
 
         return wrap
+
+
+def pair_values(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return metric -> values and their weights, [samples], of a batch of pairs; both samples have the values of the pair. Empty without pairs."""
+    if pairs.LOSS not in batch.scalars:
+        return {}
+    own, chosen, rejected = (batch.scalars[name] for name in (pairs.LOSS, pairs.CHOSEN, pairs.REJECTED))
+    values = {
+        "train/loss": own,
+        "offline/reward_chosen": chosen,
+        "offline/reward_rejected": rejected,
+        "offline/margin": chosen - rejected,
+        "offline/accuracy": (chosen > rejected).to(own),
+    }
+    return {name: (value, torch.ones_like(own)) for name, value in values.items()}
+
+
+def row_values(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return metric -> values and their weights, [samples], of a batch of answers with labels."""
+    own, reward, reference = (batch.scalars[name] for name in (kto.LOSS, kto.REWARD, kto.REFERENCE))
+    good, every = batch.scalars["reward"].to(own), torch.ones_like(own)
+    return {
+        "train/loss": (own, every),
+        "offline/reward_chosen": (reward, good),
+        "offline/reward_rejected": (reward, 1 - good),
+        "offline/reference": (reference, every),
+    }
 
 
 class HeldOut:
@@ -66,17 +104,17 @@ class HeldOut:
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
         def wrap(inner: Any) -> Any:
             held_out, handle = run.state[HELD_OUT], handles[policy.name]
-            by_length = run.config.algorithm.advantage_estimator == "ipo"
+            estimator = run.config.algorithm.advantage_estimator
 
             async def learn(samples: Sequence[Sample], step: int) -> Learned:
                 metrics: dict[str, float] = {}
                 if step == 0:
-                    first = await measure(handle, held_out, by_length)
+                    first = await measure(handle, held_out, estimator)
                     metrics |= {f"{name}_first": value for name, value in first.items()}
                 learned: Learned = await inner(samples, step)
                 assert self.options.held_out_interval is not None
                 if (step + 1) % self.options.held_out_interval == 0 or step + 1 == run.config.rollout.num_rollout:
-                    metrics |= await measure(handle, held_out, by_length)
+                    metrics |= await measure(handle, held_out, estimator)
                 return replace(learned, metrics={**learned.metrics, **metrics})
 
             return learn
@@ -84,17 +122,23 @@ class HeldOut:
         return wrap
 
 
-async def measure(handle: LearnerHandle, samples: Sequence[Sample], by_length: bool) -> dict[str, float]:
+async def measure(handle: LearnerHandle, samples: Sequence[Sample], estimator: str) -> dict[str, float]:
     """Return the mean negative log-likelihood of the trained tokens, in nats; of preferences, that of the chosen texts, and the fraction of
-    pairs whose chosen text has the larger log-ratio to the reference (with ``by_length`` per token)."""
+    pairs whose chosen text has the larger log-ratio to the reference (for ``ipo`` per token). For ``kto``, every desirable text forms a pair
+    with every other one."""
     counts = [sum(sample.mask) for sample in samples]
     own = [float(each.sum(dtype=np.float64)) for each in await handle.log_probs(samples)]
     chosen = [number for number, sample in enumerate(samples) if sample.reward]
     metrics = {"offline/held_out_nll": -sum(own[i] for i in chosen) / sum(counts[i] for i in chosen)}
-    if len(chosen) < len(samples):  # a rejected text follows its chosen one
+    if len(chosen) < len(samples):
         found = await handle.columns(samples, "ref", ("log_probs",))
         ratios = [a - float(b["log_probs"].sum(dtype=np.float64)) for a, b in zip(own, found, strict=True)]
-        if by_length:
+        if estimator == "ipo":
             ratios = [ratio / max(count, 1) for ratio, count in zip(ratios, counts, strict=True)]
-        metrics["offline/held_out_accuracy"] = sum(ratios[i] > ratios[i + 1] for i in chosen) / len(chosen)
+        if estimator == "kto":
+            good = np.array([sample.reward for sample in samples], dtype=bool)
+            better = np.array(ratios)[good][:, None] > np.array(ratios)[~good]
+        else:  # a rejected text follows its chosen one
+            better = np.array([ratios[i] > ratios[i + 1] for i in chosen])
+        metrics["offline/held_out_accuracy"] = float(better.mean())
     return metrics

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from miles_core.plugin import MilesError
-from miles_core.trainer import AdvantageInputs, expand
+from miles_core.trainer import AdvantageInputs
+from miles_offline.ratios import log_ratios, on_tokens, per_sample
 
 #: Batch scalars of each sample, for metrics: loss of its pair, and the implicit rewards of both texts.
 LOSS, CHOSEN, REJECTED = "pair_loss", "pair_chosen", "pair_rejected"
@@ -39,19 +40,11 @@ class Pairs:
             raise MilesError(
                 f"{len(chosen)} chosen and {len(rejected)} rejected texts do not form pairs; each needs its other side in the same group"
             )
-        return cls(inputs, chosen, rejected, _per_sample(inputs.mask.bool().double(), inputs))
+        return cls(inputs, chosen, rejected, per_sample(inputs.mask.bool().double(), inputs))
 
     def sums(self, by_length: bool = False) -> tuple[Tensor, Tensor]:
         """Return the log-ratios to the reference of chosen and rejected texts, [pairs] float64: sums over trained tokens, or their means."""
-        if self.inputs.kl is None:
-            ratio = torch.zeros_like(self.inputs.mask, dtype=torch.float64)
-            if len(self.inputs.lengths):
-                raise MilesError(
-                    "preferences are compared with a reference model: give --kl-coef BETA, for example 0.1"
-                )
-        else:
-            ratio = torch.where(self.inputs.mask.bool(), self.inputs.kl.double(), 0.0)
-        total = _per_sample(ratio, self.inputs)
+        total = log_ratios(self.inputs)
         if by_length:
             total = total / self.counts.clamp(min=1)
         return total[self.chosen], total[self.rejected]
@@ -63,8 +56,7 @@ class Pairs:
         scores[self.chosen], scores[self.rejected] = value, -value
         if by_length:
             scores = scores / self.counts.clamp(min=1)
-        spread = expand(scores.to(self.inputs.mask.device), self.inputs.lengths)
-        return torch.where(self.inputs.mask.bool(), spread, 0.0).float()
+        return on_tokens(scores, self.inputs)
 
     def record(self, loss: Tensor, chosen: Tensor, rejected: Tensor) -> None:
         """Store values of pairs [pairs] in the scalars of both of their samples, for the metrics of the step."""
@@ -74,9 +66,3 @@ class Pairs:
             column = torch.zeros(len(self.inputs.lengths), dtype=torch.float64)
             column[self.chosen] = column[self.rejected] = value
             self.inputs.batch.scalars[name] = column.to(self.inputs.mask.device)
-
-
-def _per_sample(values: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Sum [tokens] over each sample: [samples] float64 on the CPU."""
-    owner = expand(torch.arange(len(inputs.lengths)), inputs.lengths.cpu())
-    return torch.zeros(len(inputs.lengths), dtype=torch.float64).index_add(0, owner, values.cpu())

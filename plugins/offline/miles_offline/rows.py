@@ -4,12 +4,13 @@
     prompt, completion              two texts, or a list of messages and its answer, a list of messages or a text
     prompt, chosen, rejected        a preference, with two answers of these kinds
     chosen, rejected                two conversations with the same beginning, which is the prompt
+    prompt, completion, label       an answer that is desirable (label true) or not (false)
 
 ``--input-key`` names the column of messages or of the prompt if it has another name, and ``--label-key`` that of the completion.
 The schemas of functions in the column ``tools``, a list or the text of a JSON list, are given to the chat template.
 
 A ``Row`` of this source has the prompt, and as its label a dict of the answers by column. In the layout ``messages`` the prompt is empty and the
-answer is the whole conversation.
+answer is the whole conversation. The metadata hold the schemas and the label.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from miles_core.plugin import DataError, Run
 
 #: Default of ``--input-key``, which no layout has.
 _INPUT = "input"
-TOOLS, _MEDIA = "tools", ("image", "images", "video", "videos", "audio", "audios")
+TOOLS, LABEL, _MEDIA = "tools", "label", ("image", "images", "video", "videos", "audio", "audios")
 
 
 class OfflineRows(Prompts):
@@ -32,14 +33,23 @@ class OfflineRows(Prompts):
 
     Args:
         paths: files, as for ``Prompts``.
-        paired: whether every row is a preference; otherwise every row is supervised.
+        paired: whether every row is a preference of two answers.
+        labelled: whether every row is an answer with a label; if neither, every row is supervised.
         input_key, label_key: ``--input-key`` and ``--label-key``.
         shuffle, seed: as for ``Prompts``.
     """
 
     def __init__(
-        self, paths: str, paired: bool, input_key: str, label_key: str | None, shuffle: bool, seed: int
+        self,
+        paths: str,
+        paired: bool,
+        input_key: str,
+        label_key: str | None,
+        shuffle: bool,
+        seed: int,
+        labelled: bool = False,
     ) -> None:
+        self.labelled = labelled
         own = input_key != _INPUT
         self.prompt = input_key if label_key or own else "prompt"
         self.layouts: tuple[tuple[str, ...], ...] = ((input_key,),) if own else (("messages",), ("completion",))
@@ -47,6 +57,8 @@ class OfflineRows(Prompts):
             self.layouts = ((label_key,),)
         elif paired:
             self.layouts = (("chosen", "rejected"),)
+        elif labelled:
+            self.layouts = (("completion", LABEL),)
         columns = (self.prompt, *(name for layout in self.layouts for name in layout), TOOLS)
         super().__init__(paths, shuffle=shuffle, seed=seed, open_parquet=ParquetFile, columns=columns)
 
@@ -58,6 +70,10 @@ class OfflineRows(Prompts):
             )
         read_tools(row, place)
         answers = self._answers(row, place)
+        if self.labelled and not isinstance(row[LABEL], bool):
+            raise DataError(
+                f"{place}: the column {LABEL!r} is {row[LABEL]!r:.80}; it must be true (the completion is desirable) or false"
+            )
         prompt = self._prompt(row, answers)
         for name, value in answers.items():
             check_side(value, name, place)
@@ -95,7 +111,8 @@ class OfflineRows(Prompts):
         return Row(
             prompt=_clean(prompt),
             label={n: _clean(v) for n, v in answers.items()},
-            metadata={TOOLS: tools} if (tools := read_tools(row, place)) else {},
+            metadata=({TOOLS: tools} if (tools := read_tools(row, place)) else {})
+            | ({LABEL: row[LABEL]} if self.labelled else {}),
             index=at,
             place=place,
             examined=self.examined,
@@ -107,8 +124,8 @@ class OfflineRows(Prompts):
 
     def _answers(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
         for layout in self.layouts:
-            if all(row.get(name) is not None for name in layout):
-                return {name: row[name] for name in layout}
+            if all(row.get(name) is not None for name in (*layout, *((self.prompt,) if self.labelled else ()))):
+                return {name: row[name] for name in layout if not (self.labelled and name == LABEL)}
         wanted = " or ".join(_layout(names, self.prompt) for names in self.layouts)
         raise DataError(f"{place}: a row needs {wanted}, and its columns are: {_names(row)}")
 
@@ -154,8 +171,9 @@ def read_tools(row: Mapping[str, Any], place: str) -> list[Any]:
 def open_rows(run: Run, paths: str, train: bool = True) -> OfflineRows:
     """Open training or held-out rows in the layout that the run's estimator trains on."""
     data = run.config.data
-    paired = run.config.algorithm.advantage_estimator in ("dpo", "ipo")
-    return OfflineRows(paths, paired, data.input_key, data.label_key, train and data.shuffle, run.config.train.seed)
+    estimator, shuffle = run.config.algorithm.advantage_estimator, train and data.shuffle
+    keys, seed = (data.input_key, data.label_key), run.config.train.seed
+    return OfflineRows(paths, estimator in ("dpo", "ipo"), *keys, shuffle, seed, labelled=estimator == "kto")
 
 
 def _layout(names: Sequence[str], prompt: str) -> str:

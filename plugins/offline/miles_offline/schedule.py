@@ -29,6 +29,10 @@ def make_prompts(run: Run, data: str, purpose: str) -> OfflineRows:
     if path := run.config.plugin("offline").held_out:
         for number, row in enumerate(open_rows(run, path, train=False)):
             held_out += encoder.encode(row, number, len(held_out))
+        if run.config.algorithm.advantage_estimator == "kto" and len({sample.reward for sample in held_out}) < 2:
+            raise DataError(
+                f"--held-out-data {path}: all rows have the same label, and kto's accuracy compares both; add rows with the other one"
+            )
     run.state[HELD_OUT] = held_out
     return rows
 

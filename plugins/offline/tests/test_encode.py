@@ -101,6 +101,19 @@ def test_the_two_sides_of_a_pair_are_one_rollout():
     assert (chosen.index, rejected.index) == (4, 5) and chosen.rollout_id == rejected.rollout_id == 4
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_the_label_of_an_answer_is_its_reward(label):
+    (sample,) = encoder().encode(Row("q", {"completion": "a"}, metadata={"label": label}), 0, 0)
+    assert sample.reward == float(label)
+
+
+def test_an_answer_with_a_label_is_one_text():
+    made = encoder()
+    made.renderer.tokenizer.chat_template = FORGETS
+    with pytest.raises(DataError, match="it is not one text that can be preferred"):
+        made.encode(Row(TALK[:1], {"completion": TALK[1:]}, metadata={"label": True}), 0, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "label", "message"),
     [

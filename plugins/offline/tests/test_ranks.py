@@ -1,4 +1,4 @@
-"""Two ranks learn preferences as one process does, also if one rank has no pair."""
+"""Two ranks learn preferences as one process does, also if one rank has no pair or row."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.data_shard import merge_metrics, split_by_replica
 from miles_core.train.rank import Rank
+from miles_offline.kto import REFERENCE
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
 
@@ -32,7 +33,16 @@ def rollout(pairs):
     return samples
 
 
-def learned(words, directory, pairs):
+def rows(count):
+    """Answers with labels, as the driver passes them on."""
+    samples = rollout(count)[:count]
+    for number, sample in enumerate(samples):
+        sample.group_index = sample.rollout_id = number
+        sample.fields[REFERENCE] = np.float64(0.5)
+    return samples
+
+
+def learned(words, directory, make, count):
     """Learn twice, as the driver would have each rank do; returns metrics and weights."""
     config = load(words)
     accepted, catalogue = prepare(config)
@@ -41,16 +51,25 @@ def learned(words, directory, pairs):
     rank = Rank(run, run.policy, run.hooks.make("trainer", "embedded", run=run, policy=run.policy))
     metrics = {}
     for step in range(2):
-        share = split_by_replica(rollout(pairs), run.config.train, rank.world.replicas)[rank.world.replica]
+        share = split_by_replica(make(count), run.config.train, rank.world.replicas)[rank.world.replica]
         found, _ = rank.learn(share, step)
         metrics |= {f"{step}/{name}": pair for name, pair in found.items()}
     return metrics, copy_weights(rank.trainer)
 
 
-@pytest.mark.parametrize(("pairs", "strategy"), [(3, "full_shard"), (1, "full_shard"), (1, "no_shard")])
-def test_two_ranks_learn_what_one_process_learns(ranks, pairs, strategy, tmp_path):
+@pytest.mark.parametrize(
+    ("estimator", "make", "count", "strategy"),
+    [
+        ("dpo", rollout, 3, "full_shard"),
+        ("dpo", rollout, 1, "full_shard"),
+        ("dpo", rollout, 1, "no_shard"),
+        ("kto", rows, 3, "full_shard"),
+        ("kto", rows, 1, "full_shard"),
+    ],
+)
+def test_two_ranks_learn_what_one_process_learns(ranks, estimator, make, count, strategy, tmp_path):
     options = {
-        "advantage_estimator": "dpo",
+        "advantage_estimator": estimator,
         "kl_coef": 0.1,
         "custom_rm_path": None,
         "n_samples_per_prompt": None,
@@ -58,10 +77,10 @@ def test_two_ranks_learn_what_one_process_learns(ranks, pairs, strategy, tmp_pat
         "lr": 1e-2,
     }
     words = toy_arguments(["offline"], tmp_path, sharding_strategy=strategy, adam_eps=1e-2, **options)
-    alone, weights = learned(words, tmp_path, pairs)
-    found = ranks.run(learned, words, tmp_path, pairs)
+    alone, weights = learned(words, tmp_path, make, count)
+    found = ranks.run(learned, words, tmp_path, make, count)
     metrics, expected = merge_metrics([p for p, _ in found]), means(alone)
-    assert metrics.keys() == expected.keys() and "1/offline/margin" in metrics
+    assert metrics.keys() == expected.keys() and "1/offline/reward_chosen" in metrics
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=5e-4, abs=1e-5), name
     for name, tensor in weights.items():

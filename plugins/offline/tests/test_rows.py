@@ -11,9 +11,9 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
 OTHER = {"role": "assistant", "content": "b"}
 
 
-def open_rows(path, *rows, paired=False, input_key="input", label_key=None):
+def open_rows(path, *rows, paired=False, input_key="input", label_key=None, labelled=False):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return OfflineRows(str(path), paired, input_key, label_key, False, 0)
+    return OfflineRows(str(path), paired, input_key, label_key, False, 0, labelled)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,38 @@ def test_a_defect_is_described_with_its_row_and_column(tmp_path, row, paired, me
         list(open_rows(tmp_path / "rows.jsonl", good, row, paired=paired))
     text = str(error.value)
     assert f"rows.jsonl:2: {message}" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("q", "a"), ([USER], [ANSWER])])
+def test_an_answer_has_a_label(tmp_path, prompt, answer):
+    rows = [{"ask": prompt, "completion": answer, "label": label} for label in (True, False)]
+    found = list(open_rows(tmp_path / "rows.jsonl", *rows, labelled=True, input_key="ask"))
+    assert [row.metadata for row in found] == [{"label": True}, {"label": False}]
+    assert all((row.prompt, row.label) == (prompt, {"completion": answer}) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "q", "completion": "a"},
+            "a row needs the columns 'prompt', 'completion' and 'label', and its columns are: 'prompt', 'completion'",
+        ),
+        (
+            {"completion": [USER, ANSWER], "label": True},
+            "a row needs the columns 'prompt', 'completion' and 'label', and its columns are: 'completion', 'label'",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": 1},
+            "the column 'label' is 1; it must be true (the completion is desirable) or false",
+        ),
+        ({"prompt": "q", "completion": "a", "label": "true"}, "the column 'label' is 'true'; it must be true"),
+    ],
+)
+def test_a_defect_of_a_label_is_described(tmp_path, row, message):
+    with pytest.raises(DataError) as error:
+        list(open_rows(tmp_path / "rows.jsonl", {"prompt": "q", "completion": "a", "label": False}, row, labelled=True))
+    assert f"rows.jsonl:2: {message}" in str(error.value)
 
 
 def test_schemas_of_functions_are_read_from_a_list_or_its_text(tmp_path):

@@ -21,6 +21,7 @@ OPTIONS = {
 }
 SFT = {**OPTIONS, "advantage_estimator": "sft", "loss_aggregation": "token_mean"}
 DPO = {**OPTIONS, "advantage_estimator": "dpo", "kl_coef": 0.1}
+KTO = {**DPO, "advantage_estimator": "kto"}
 
 
 def say(role, content):
@@ -39,6 +40,14 @@ def pairs(tmp_path):
         {"prompt": letter, "chosen": letter * 2, "rejected": "xyz"[: 1 + n % 3]} for n, letter in enumerate("abcdef")
     ]
     return write(tmp_path / "pairs.jsonl", rows)
+
+
+@pytest.fixture
+def answers(tmp_path, pairs):
+    columns = (("chosen", True), ("rejected", False))
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    flat = [{"prompt": row["prompt"], "completion": row[c], "label": label} for row in rows for c, label in columns]
+    return write(tmp_path / "answers.jsonl", flat)
 
 
 def write(path, rows):
@@ -79,9 +88,32 @@ def test_preferences_are_learned(pairs, estimator):
     assert last["offline/margin"] == pytest.approx(last["offline/reward_chosen"] - last["offline/reward_rejected"])
 
 
-@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
-def test_micro_batches_change_nothing(talks, pairs, options):
-    data = pairs if options is DPO else talks
+def test_answers_with_labels_are_learned(answers):
+    options = {**KTO, "lr": 1e-2, "held_out_data": answers, "held_out_interval": 12}
+    run = toy_run(["offline"], steps=12, prompt_data=answers, **options)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert first["train/loss"] == pytest.approx(0.5) and last["train/loss"] < 0.3
+    assert first["offline/reference"] == 0 and any(record["offline/reference"] > 0 for record in run.metrics)
+    assert last["offline/reward_chosen"] > 0.5 and last["offline/reward_rejected"] < -0.5
+    assert first["offline/held_out_accuracy_first"] == 0 and last["offline/held_out_accuracy"] == 1
+
+
+def test_weights_of_labels_scale_the_loss(answers):
+    options = {**KTO, "prompt_data": answers, "steps": 1, "kto_desirable_weight": 3.0, "kto_undesirable_weight": 2.0}
+    (record,) = toy_run(["offline"], **options).metrics
+    assert record["train/loss"] == pytest.approx((3 + 2) / 4)  # half of the rows each, with the loss 0.5
+
+
+def test_held_out_rows_need_both_labels(answers, tmp_path):
+    good = [json.loads(line) for line in answers.read_text().splitlines()][::2]
+    held_out = write(tmp_path / "good.jsonl", good)
+    with pytest.raises(DataError, match=r"good\.jsonl: all rows have the same label"):
+        toy_run(["offline"], prompt_data=answers, held_out_data=held_out, held_out_interval=1, **KTO)
+
+
+@pytest.mark.parametrize("options", [SFT, DPO, KTO], ids=["sft", "dpo", "kto"])
+def test_micro_batches_change_nothing(talks, pairs, answers, options):
+    data = {"sft": talks, "dpo": pairs, "kto": answers}[options["advantage_estimator"]]
     whole, split = (
         toy_run(["offline"], steps=3, family="llama", prompt_data=data, micro_batch_size=size, **options)
         for size in (16, 1)
@@ -91,10 +123,11 @@ def test_micro_batches_change_nothing(talks, pairs, options):
     assert next(norms) == pytest.approx(next(norms), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
-def test_two_steps_and_two_more_equal_four(talks, pairs, options, tmp_path):
+@pytest.mark.parametrize("options", [SFT, DPO, KTO], ids=["sft", "dpo", "kto"])
+def test_two_steps_and_two_more_equal_four(talks, pairs, answers, options, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = {**options, "prompt_data": pairs if options is DPO else talks, "rollout_shuffle": True}
+    data = {"sft": talks, "dpo": pairs, "kto": answers}[options["advantage_estimator"]]
+    options = {**options, "prompt_data": data, "rollout_shuffle": True}
     toy_run(["offline"], whole, steps=4, **options)
     toy_run(["offline"], parts, steps=2, **options)
     toy_run(["offline"], None, steps=4, **{**options, "load": parts, "save": None})
@@ -124,7 +157,11 @@ def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
     [
         ({"advantage_estimator": "grpo"}, "the other estimators compare samples of the policy"),
         ({**DPO, "kl_coef": 0.0}, "--kl-coef is the beta of the loss"),
-        ({**DPO, "global_batch_size": 2}, "--rollout-batch-size is the number of pairs per step"),
+        ({**DPO, "global_batch_size": 2}, "--rollout-batch-size is the number of pairs .kto: rows. per step"),
+        ({**KTO, "num_steps_per_rollout": 2}, "the log-ratios are computed before the optimizer step"),
+        ({**KTO, "rollout_batch_size": 1}, "its reference is estimated with the answers of other rows"),
+        ({**KTO, "kl_coef": 0.0}, "--kl-coef is the beta of the loss"),
+        ({**KTO, "label_key": "good"}, "for kto prompt, completion and label"),
         ({**DPO, "label_key": "chosen"}, "the columns of a preference are prompt"),
         ({**SFT, "prompt_data": None}, "give --prompt-data FILE"),
         ({**SFT, "kl_coef": 0.1}, "use --kl-loss-coef"),
