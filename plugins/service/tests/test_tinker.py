@@ -11,8 +11,13 @@ import pytest
 
 from miles_service.testing import TOKEN, base
 
-tinker = pytest.importorskip("tinker", reason="the package tinker is not installed")
-types = tinker.types
+try:
+    import tinker
+    from tinker import types
+except ImportError:
+    tinker = types = None
+
+pytestmark = pytest.mark.skipif(tinker is None, reason="the package tinker is not installed")
 
 
 @pytest.fixture
