@@ -1,8 +1,8 @@
 """vLLM behind the engine contract: tokens a second against vLLM called directly, seconds of a weight sync, and log-probabilities against
 Transformers.
 
-vLLM is called directly in the process in which the engine has it, in turns with the engine, so both have the same arguments, caches and
-compiled kernels. A random BF16 model (``--model dense`` .47 B, ``moe`` .94 B; ``tiny_dense`` rehearses the script on a CPU).
+The engine and direct calls alternate, and use the same vLLM process: its arguments, caches and compiled kernels are the same for both. A
+random BF16 model (``--model dense`` .47 B, ``moe`` .94 B; ``tiny_dense`` rehearses the script on a CPU).
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ async def measure(given: Any, checkpoint: Path, engine: VllmEngine) -> dict[str,
     parameters = engine.settings.translator.parameters(requests[0])
     seconds: dict[str, list[float]] = {"engine": [], "direct": []}
     for turn in range(given.turns + 1):
-        turns = {"engine": await through(engine, requests), "direct": await engine._call("direct", prompts, parameters)}
-        for name, took in turns.items():
-            seconds[name] += [took] if turn else []  # the first turn warms up
+        measured = {
+            "engine": await through(engine, requests),
+            "direct": await engine._call("direct", prompts, parameters),
+        }
+        for name, elapsed in measured.items():
+            seconds[name] += [elapsed] if turn else []  # the first turn warms up
     made = given.requests * given.tokens
     speeds = {name: made / statistics.median(each) for name, each in seconds.items()}
     return {

@@ -138,7 +138,7 @@ async def time_primitive(checkpoint: str, directory: str) -> float:
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Run both sides in turns."""
+    """Alternate between both sides."""
     from benchmarks.training.workload import make_workload
 
     with tempfile.TemporaryDirectory() as name:

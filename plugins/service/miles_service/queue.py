@@ -1,4 +1,4 @@
-"""The queue of requests: clients take turns, and a request that was sent twice runs once.
+"""The queue of requests, scheduled round-robin over clients. A request that was sent twice runs once.
 
 Requests run in one thread, which owns the models; HTTP is served in another, so that a client's heartbeat never waits for a training step.
 """

@@ -19,8 +19,8 @@ from miles_workers import Restarts, worker_name
 
 #: Column of the routed experts.
 ROUTED_EXPERTS = "rollout_routed_experts"
-#: Shares of a GPU next to a trainer that uses it at the same time, and in turns with one.
-BESIDE, IN_TURNS = 0.4, 0.8
+#: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
+BESIDE, ALTERNATING = 0.4, 0.8
 #: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
 _SLACK = 1
 #: Bytes of the cache on a CPU, where vLLM would take most of the memory.
@@ -135,7 +135,7 @@ def _arguments(config: Any, options: Any) -> dict[str, Any]:
     if tensor_parallel is None and config.run.runtime == "ray":
         tensor_parallel = max(config.plugin("ray").rollout_num_gpus_per_engine, 1)
     beside = BESIDE if config.run.runtime == "inline" else None
-    share = options.gpu_memory_utilization or (IN_TURNS if config.run.colocate else beside)
+    share = options.gpu_memory_utilization or (ALTERNATING if config.run.colocate else beside)
     given = {"tensor_parallel_size": tensor_parallel, "gpu_memory_utilization": share}
     switches = ("enforce_eager", "enable_sleep_mode", "enable_return_routed_experts")
     found |= {name: value for name, value in given.items() if value is not None}
