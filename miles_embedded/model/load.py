@@ -52,6 +52,7 @@ from miles_embedded.model.parts import (
     configuration,
     decoder_layers,
     head,
+    is_critic,
     narrow_input,
     text_configuration,
 )
@@ -101,8 +102,19 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
     if role == "critic":
         replace_output(run, policy, model)
+    loaded_as_classifier = is_classifier(model)
     run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+    if loaded_as_classifier and not is_critic(model):
+        raise CheckpointError(
+            f"{run.config_of(policy).model.hf_checkpoint}: it is a classifier ({configuration(model).architectures[0]}), whose scores are in place "
+            "of an output layer, so it predicts no tokens; choose a causal language model"
+        )
     return model
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether the model's checkpoint is a sequence classifier, which has no output layer for tokens."""
+    return any(name.endswith("ForSequenceClassification") for name in configuration(model).architectures or ())
 
 
 def is_embedded(model: nn.Module) -> bool:
@@ -267,7 +279,10 @@ def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> 
             f"{name} is {list(there)} in its weights and {list(wanted)} by its config.json{others}: the files belong to different "
             "models; copy both again"
         )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if is_classifier(model):  # it is not stored with an output layer, which ``build_model`` refuses to use
+        missing = [name for name in missing if model.get_submodule(name.rpartition(".")[0]) is not head(model)]
+    if missing:
         raise CheckpointError(
             f"{len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}; copy the checkpoint again"
         )
