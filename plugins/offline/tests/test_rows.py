@@ -137,5 +137,7 @@ def test_margins(tmp_path):
 @pytest.mark.parametrize("margin", ["2", True, float("nan")])
 def test_a_margin_is_a_number(tmp_path, margin):
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}
-    with pytest.raises(DataError, match=rf"rows.jsonl:1: the column 'margin' is {margin!r}; it must be a finite number"):
+    with pytest.raises(
+        DataError, match=rf"rows.jsonl:1: the column 'margin' is {margin!r}; it must be a finite number"
+    ):
         open_rows(tmp_path / "rows.jsonl", row, paired=True, margins=True)

@@ -122,7 +122,9 @@ def test_held_out_rows_need_both_labels(answers, tmp_path):
 
 def test_a_reward_model_is_a_classifier_of_transformers(pairs, tmp_path):
     options = {**SCORES, "lr": 1e-2, "held_out_data": pairs, "held_out_interval": 12, "export_hf": tmp_path / "model"}
-    run = toy_run(["offline"], tmp_path / "run", steps=12, prompt_data=pairs, center_rewards_coefficient=0.01, **options)
+    run = toy_run(
+        ["offline"], tmp_path / "run", steps=12, prompt_data=pairs, center_rewards_coefficient=0.01, **options
+    )
     first, last = run.metrics[0], run.metrics[-1]
     assert first["train/loss"] == pytest.approx(math.log(2)) and first["offline/accuracy"] == 0
     assert last["train/loss"] < 0.3 and last["offline/accuracy"] == 1
@@ -155,7 +157,7 @@ def test_a_classifier_has_one_label_and_predicts_no_tokens(pairs, tmp_path):
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "two")
     with pytest.raises(ConfigError, match=r"its score.weight is \[2, 32\], and a reward model has one label"):
         toy_run(["offline"], hf_checkpoint=tmp_path / "two", prompt_data=pairs, **SCORES)
-    with pytest.raises(CheckpointError, match="it is a classifier .LlamaForSequenceClassification."):
+    with pytest.raises(CheckpointError, match=r"it is a classifier .LlamaForSequenceClassification."):
         toy_run(hf_checkpoint=tmp_path / "two")
 
 

@@ -102,9 +102,9 @@ def run_with(path, **options):
 
 
 def test_another_model_than_a_classifier_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="--rm-model .*: it is not a sequence classifier .LlamaForCausalLM in"):
+    with pytest.raises(CheckpointError, match=r"--rm-model .*: it is not a sequence classifier .LlamaForCausalLM in"):
         run_with(toy_files("llama") / "model")
-    with pytest.raises(CheckpointError, match="--rm-model .*: no such directory"):
+    with pytest.raises(CheckpointError, match=r"--rm-model .*: no such directory"):
         run_with(tmp_path / "nothing")
 
 
@@ -129,10 +129,10 @@ def test_another_vocabulary_is_refused(directory):
 
 def test_another_chat_template_is_refused(directory):
     (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match="its chat template differs from the policy's"):
+    with pytest.raises(ConfigError, match=r"its chat template differs from the policy's"):
         run_with(directory)
     (directory / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match="it has no chat template, so it was trained on texts"):
+    with pytest.raises(ConfigError, match=r"it has no chat template, so it was trained on texts"):
         run_with(directory, apply_chat_template=True)
     run_with(directory)  # texts need no template
 
@@ -141,13 +141,13 @@ def test_messages_of_a_rollout_function_need_a_template_of_the_reward_model(dire
     (directory / "chat_template.jinja").unlink()
     score = make_reward(run_with(directory).run)
     sample = Sample(prompt=[{"role": "user", "content": "a"}], tokens=[5, 6, 1], response_length=2)
-    with pytest.raises(DataError, match="is a list of messages, and --rm-model .* has no chat template"):
+    with pytest.raises(DataError, match=r"is a list of messages, and --rm-model .* has no chat template"):
         asyncio.run(score(None, [sample]))
 
 
 def test_a_text_that_is_too_long_is_refused(directory):
     edit(directory / "config.json", max_position_embeddings=3)
-    with pytest.raises(MilesError, match="a prompt with its response has . tokens, and the reward model reads 3"):
+    with pytest.raises(MilesError, match=r"a prompt with its response has . tokens, and the reward model reads 3"):
         run_with(directory)
     check_lengths([[1, 2, 3]], 3)
 
