@@ -3,8 +3,9 @@
 Run: ``python benchmarks/training/trl_offline.py --trl-python PYTHON --save`` (a minute or two; needs ``plugins/offline``, and TRL 1.16 with
 datasets in PYTHON's installation, or their folder as ``--trl-path``). A small random Llama in float32 on the CPU trains for twenty steps of
 eight rows: SFT on prompts with completions, SFT on conversations of one to three answers, DPO, IPO, KTO, and reward models, without and with
-margins and centered scores. Each side runs its own training loop in its own process. The last line is one JSON object: for each case both lists of losses, their largest relative difference, and the median
-seconds per step of each side, which on so small a model are overhead and no measure of speed.
+margins and centered scores. Each side runs its own training loop in its own process. The last line is one JSON object: for each case both lists
+of losses, their largest relative difference, and the median seconds per step of each side, which on so small a model are overhead and no measure
+of speed.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ plugin = Plugin(
         Rule(
             "train.num_steps_per_rollout in {none, 1} and train.global_batch_size == none",
             when=_PREFERENCES,
-            because="the log-ratios or scores are computed before the optimizer step; --rollout-batch-size is the number of pairs (kto: rows) per step",
+            because="log-ratios or scores are computed before the optimizer step; --rollout-batch-size is the number of pairs (kto: rows) per step",
         ),
         Rule(
             "rollout.batch_size > 1",
