@@ -52,13 +52,12 @@ from miles_embedded.model.parts import (
     configuration,
     decoder_layers,
     head,
-    is_critic,
     narrow_input,
     text_configuration,
 )
 from miles_embedded.model.rotary_entries import complete_rotary
 from miles_embedded.model.states import stateful_modules
-from miles_embedded.model.value_head import replace_output
+from miles_embedded.model.value_head import is_classifier, refuse_classifier, replace_output
 from miles_embedded.model.without_storage import without_storage
 
 if TYPE_CHECKING:
@@ -102,19 +101,9 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
     if role == "critic":
         replace_output(run, policy, model)
-    loaded_as_classifier = is_classifier(model)
     run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
-    if loaded_as_classifier and not is_critic(model):
-        raise CheckpointError(
-            f"{run.config_of(policy).model.hf_checkpoint}: it is a classifier ({configuration(model).architectures[0]}), whose scores are in place "
-            "of an output layer, so it predicts no tokens; choose a causal language model"
-        )
+    refuse_classifier(model, run.config_of(policy).model.hf_checkpoint)
     return model
-
-
-def is_classifier(model: nn.Module) -> bool:
-    """Whether the model's checkpoint is a sequence classifier, which has no output layer for tokens."""
-    return any(name.endswith("ForSequenceClassification") for name in configuration(model).architectures or ())
 
 
 def is_embedded(model: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from miles_core.errors import PluginError
-from miles_embedded.model.parts import VALUE_HEAD, VALUES_ONLY, head, text_configuration
+from miles_core.errors import CheckpointError, PluginError
+from miles_embedded.model.parts import VALUE_HEAD, VALUES_ONLY, configuration, head, is_critic, text_configuration
 
 
 def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -69,3 +69,17 @@ def values_of(module: nn.Module, hidden: Tensor) -> Tensor:
             "per row"
         )
     return found.float()
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether the model's checkpoint is a sequence classifier, which is stored without an output layer for tokens."""
+    return any(name.endswith("ForSequenceClassification") for name in configuration(model).architectures or ())
+
+
+def refuse_classifier(model: nn.Module, path: object) -> None:
+    """CheckpointError if the model of the checkpoint ``path`` is a classifier, and has no value head in place of its output layer."""
+    if is_classifier(model) and not is_critic(model):
+        raise CheckpointError(
+            f"{path}: it is a classifier ({configuration(model).architectures[0]}), whose scores are in place of an output layer, so it predicts "
+            "no tokens; choose a causal language model"
+        )

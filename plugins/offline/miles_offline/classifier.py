@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,8 @@ def make_classifier(run: Run, policy: Policy, model: nn.Module) -> None:
     Raises:
         ConfigError: Transformers has no classifier of the model's family, or the checkpoint's has several labels.
     """
-    config = model.config
-    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    config: Any = model.config
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     path = _checkpoint(run, policy)
     if kind is None or text_configuration(model) is not config:
         raise ConfigError(

@@ -12,7 +12,7 @@ step, and -dL is the advantage of each text, so a micro-batch may hold one text 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ async def attach_scores(handle: LearnerHandle, samples: Sequence[Sample]) -> Non
 
 async def measure(handle: LearnerHandle, samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean of -log sigmoid(h) over held-out pairs, and the fraction whose chosen text has the larger score."""
-    found: Sequence[Mapping[str, Tensor]] = await handle.columns(samples, "old", (SCORES,))
+    found = await handle.columns(samples, "old", (SCORES,))
     scores = torch.tensor([float(columns[SCORES][-1]) for columns in found], dtype=torch.float64)
     margin = torch.tensor([float(sample.fields[MARGIN]) for sample in samples[::2]], dtype=torch.float64)
     gap = scores[::2] - scores[1::2]  # a rejected text follows its chosen one

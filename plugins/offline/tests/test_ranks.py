@@ -43,7 +43,7 @@ def rows(count):
     return samples
 
 
-def scored(pairs):
+def attach_scores(pairs):
     """Pairs with the scores before the step, as the driver passes them on."""
     samples = rollout(pairs)
     for number, sample in enumerate(samples):
@@ -76,8 +76,8 @@ def learned(words, directory, make, count):
         ("dpo", rollout, 1, "no_shard"),
         ("kto", rows, 3, "full_shard"),
         ("kto", rows, 1, "full_shard"),
-        ("reward_model", scored, 3, "full_shard"),
-        ("reward_model", scored, 1, "no_shard"),
+        ("reward_model", attach_scores, 3, "full_shard"),
+        ("reward_model", attach_scores, 1, "no_shard"),
     ],
 )
 def test_two_ranks_learn_what_one_process_learns(ranks, estimator, make, count, strategy, tmp_path):
