@@ -59,13 +59,6 @@ def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -
     del items[size:]
 
 
-def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
-    """Raise MilesError for a sequence to score that is empty or too long."""
-    for i, sequence in enumerate(sequences):
-        if not 0 < len(sequence) <= longest:
-            raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {longest} are possible")
-
-
 class Runner:
     """A model with the KV cache of its rows.
 
