@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
-from miles_embedded.engine.attention import DecodeCall, PromptCall
+from miles_embedded.engine.attention import DecodeCall, PromptCall, Prompts
 from miles_embedded.engine.cache import Cache, CachedRows
-from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.store import Store, to_device
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch

@@ -20,10 +20,20 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, join_parts, part_files, read_file, rollout_files
-from miles_tools.samples.media import forget_media, store_media
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
-from miles_tools.samples.rows import JoinedRows, Pieces, Row, count_tokens, divide, make_row, pack, response_of
+from miles_tools.samples.rows import (
+    JoinedRows,
+    Pieces,
+    Row,
+    count_tokens,
+    divide,
+    forget_media,
+    make_row,
+    pack,
+    response_of,
+    store_media,
+)
 from miles_workers.remote_sample import RemoteSample, is_reference
 
 if TYPE_CHECKING:
