@@ -34,9 +34,6 @@ from miles_core.errors import describe
 #: Columns of core -> attributes of a sample.
 _OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
 _EMPTY = torch.zeros(0, dtype=torch.int64)
-#: Column that is 1.0 for tokens that the trainer's weights generated, and 0.0 for prompts and tokens of older weights. Only runs that train on
-#: older tokens have it.
-CURRENT = "current"
 
 
 @dataclass
@@ -260,14 +257,6 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         if spec.align in ("token", "token-1"):
             batch.inputs |= {spec.name}
     return batch
-
-
-def current_tokens(samples: Sequence[Sample], version: int) -> Tensor:
-    """Return the column ``CURRENT``, float32 [T], for a trainer with the weights ``version``."""
-    prompts_and_responses = [
-        part for s in samples for part in (np.zeros(s.prompt_length, bool), s.versions == version)
-    ]
-    return torch.from_numpy(_join(prompts_and_responses, "float32"))
 
 
 def _numbers(values: Sequence[int]) -> np.ndarray:

@@ -24,7 +24,8 @@ from miles_core.algorithm.reinforce_plus_plus import whiten
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Pass, Trainer
-from miles_core.data.batch import CURRENT, Batch, add, as_floats, collate, current_tokens
+from miles_core.data.batch import Batch, add, as_floats, collate
+from miles_core.data.current import CURRENT, current_tokens
 from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError

@@ -26,7 +26,8 @@ from miles_core.algorithm.objective import Clip, Objective, PolicyLossInputs
 from miles_core.algorithm.ratio import engine_gap, kl_estimate, masked_sum
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
-from miles_core.data.batch import CURRENT, Batch
+from miles_core.data.batch import Batch
+from miles_core.data.current import CURRENT
 from miles_core.errors import MilesError
 from miles_core.train.correction import correction_inputs, refuse_sum
 

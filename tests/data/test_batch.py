@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from miles_core.data import Sample, collate
-from miles_core.data.batch import Ragged, current_tokens
+from miles_core.data.batch import Ragged
 from miles_core.data.field import CORE_FIELDS, SAMPLING_SUPPORT, Field
 from miles_core.data.media import Media
 
@@ -45,14 +45,6 @@ def test_samples_in_sequence_are_not_copied():
     """A copy of the records of experts by index took 10 ms of a step with 82,000 tokens."""
     batch = make_batch()
     assert batch.select([1, 2]).columns["wide"].data_ptr() == batch.columns["wide"][LENGTHS[0]].data_ptr()
-
-
-def test_tokens_of_the_trained_weights():
-    mixed = Sample(tokens=[1, 2, 3, 4, 5], response_length=3, weight_versions=[(2, 6), (4, 7)])
-    unknown = Sample(tokens=[1, 2], response_length=1)
-    assert mixed.versions.tolist() == [6, 6, 7] and unknown.versions.tolist() == [-1]
-    assert current_tokens([mixed, unknown], 7).tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert current_tokens([mixed], 6).tolist() == [0, 0, 1, 1, 0] and len(current_tokens([], 6)) == 0
 
 
 EXPERTS, WEIGHTS = (

@@ -32,7 +32,7 @@ class Versions:
         run.state["versions"] = self.found
 
         def wrap(learn):
-            async def measured(samples, step):
+            async def measure(samples, step):
                 now = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
                 self.weights[policy.version] = now
                 for version in sorted({v for s in samples for v in s.versions.tolist()}):
@@ -46,7 +46,7 @@ class Versions:
                 self.model.load_state_dict(now)
                 return await learn(samples, step)
 
-            return measured
+            return measure
 
         return wrap
 
