@@ -9,6 +9,7 @@ import pytest
 from miles_core.config.load import load
 from miles_formats import Codec
 from miles_sglang import build
+from miles_sglang.choices import Choices
 
 
 @pytest.mark.parametrize(("worker", "below"), [("", "sglang"), ("engine-1", "sglang/engine-1")])
@@ -27,3 +28,14 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     )
     run.plan = SimpleNamespace(holds=lambda expression: False)
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32"), ("float16", "cuda", "float16"), ("auto", "cpu", "float32")],
+)
+def test_states_of_convolutions_have_the_dtype_of_the_model(monkeypatch, dtype, device, expected):
+    found = build._environment(Choices(dtype=dtype, device=device), {})
+    assert found["SGLANG_MAMBA_CONV_DTYPE"] == expected
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
+    assert build._environment(Choices(dtype=dtype, device=device), {})["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"

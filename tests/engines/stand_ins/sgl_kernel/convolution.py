@@ -41,7 +41,7 @@ def causal_conv1d_update(
     rows = (slots != pad).nonzero().flatten()
     used = slots[rows].long()
     inputs = torch.cat([states[used], x[rows]], 2)
-    states[used] = inputs[..., -states.shape[-1] :]
+    states[used] = inputs[..., -states.shape[-1] :].to(states.dtype)
     x[rows] = _convolve(inputs, weight, bias, silu)
 
 
