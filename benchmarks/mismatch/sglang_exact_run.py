@@ -78,9 +78,18 @@ def measure(side: str, given: argparse.Namespace, place: Path) -> dict[str, Any]
     gaps = [s[f"{name}_max"] for s in steps if f"{name}_max" in s]
     late = steps[len(steps) // 2 :]
     found: dict[str, Any] = {
-        **{"exit": code, "steps": len(steps), "largest gap": max(gaps, default=None), "steps with current tokens": len(gaps)},
+        **{
+            "exit": code,
+            "steps": len(steps),
+            "largest gap": max(gaps, default=None),
+            "steps with current tokens": len(gaps),
+        },
         "mean gap": statistics.fmean(s[name] for s in steps if name in s) if gaps else None,
-        **({"older tokens": share_of_older(steps), "samples of two versions": count_mixed(directory)} if given.partial else {}),
+        **(
+            {"older tokens": share_of_older(steps), "samples of two versions": count_mixed(directory)}
+            if given.partial
+            else {}
+        ),
         **{n: round(statistics.median(s[n] for s in late if n in s), 4) for n in _TIMES if any(n in s for s in late)},
         "rewards": [round(s["reward/mean"], 4) for s in steps if "reward/mean" in s][-2:],
     }
@@ -107,7 +116,7 @@ def count_mixed(directory: Path) -> int:
 def is_exact(row: dict[str, Any], given: argparse.Namespace) -> bool:
     """Whether a run of the mode completed its steps with a gap of 0.0, and with ``--partial`` had what it is about."""
     complete = row["exit"] == 0 and row["steps"] == given.steps and row["largest gap"] == 0.0
-    return complete and (not given.partial or row["older tokens"] > 0 and row["samples of two versions"] > 0)
+    return complete and (not given.partial or (row["older tokens"] > 0 and row["samples of two versions"] > 0))
 
 
 def main() -> int:

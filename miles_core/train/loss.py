@@ -89,9 +89,7 @@ class PolicyLoss:
         # a weighted mean over the step's tokens, independent of the split into micro-batches
         metrics["train/loss"] = (value.detach(), batch.column("loss_weight").sum())
         if "rollout_log_probs" in columns and ("old_log_probs" not in columns or options.use_rollout_logprobs):
-            metrics |= engine_gap(
-                current.detach(), batch.column("rollout_log_probs"), mask, batch.find_column(CURRENT)
-            )
+            metrics |= engine_gap(current.detach(), batch.column("rollout_log_probs"), mask, batch.find_column(CURRENT))
         return Loss(value, metrics)
 
 

@@ -32,7 +32,12 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
 
 @pytest.mark.parametrize(
     ("dtype", "device", "expected"),
-    [("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32"), ("float16", "cuda", "float16"), ("auto", "cpu", "float32")],
+    [
+        ("auto", "cuda", "bfloat16"),
+        ("float32", "cuda", "float32"),
+        ("float16", "cuda", "float16"),
+        ("auto", "cpu", "float32"),
+    ],
 )
 def test_states_of_convolutions_have_the_dtype_of_the_model(monkeypatch, dtype, device, expected):
     found = build._environment(Choices(dtype=dtype, device=device), {})

@@ -94,7 +94,12 @@ def test_every_token_has_the_bits_of_its_weights(toy_run, versions):
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [2, 3])
 def test_twenty_steps(toy_run, versions, prompts):
-    options = {**OPTIONS, "rollout_batch_size": prompts, "over_sampling_batch_size": 2 * prompts, "micro_batch_size": prompts}
+    options = {
+        **OPTIONS,
+        "rollout_batch_size": prompts,
+        "over_sampling_batch_size": 2 * prompts,
+        "micro_batch_size": prompts,
+    }
     run = toy_run(["true_on_policy", "r3", versions], steps=20, **options)
     assert_exact(run, 20)
 

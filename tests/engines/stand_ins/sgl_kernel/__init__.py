@@ -2,6 +2,7 @@
 
 import absent
 import torch
+
 from sgl_kernel.convolution import causal_conv1d_fwd, causal_conv1d_update
 
 __all__ = ["causal_conv1d_fwd", "causal_conv1d_update"]
