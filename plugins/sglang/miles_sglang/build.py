@@ -21,11 +21,14 @@ from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.images import ImageReader
-from miles_sglang.link import Link
+from miles_sglang.link import Link, PoolNews
+from miles_sglang.member import Model
 from miles_sglang.memory import default_share
+from miles_sglang.pool import PoolLink
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.server_list import ServerList
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedServer, share
@@ -55,6 +58,8 @@ _CONTEXT_SLACK = 8
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
 SERVERS = StateKey[dict[str, SharedServer]]()
+#: What happened to the running servers that engines of this process use.
+NEWS = StateKey[list[PoolNews]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
@@ -83,9 +88,12 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     choices = _choices(run, policy)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
-    return assemble(
+    engine = assemble(
         checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor, shared
     )
+    if engine.link.news is not None:
+        run.state.setdefault(NEWS, []).append(engine.link.news)
+    return engine
 
 
 def log_file_of(run: Any) -> Path:
@@ -136,7 +144,7 @@ def _own_choices(run: Any, policy: Any) -> Choices:
         max_running_requests=config.rollout.max_running_requests,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
-        url=options.url,
+        url=tuple(options.url),
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
@@ -183,7 +191,7 @@ def assemble(
     config = _text_config(Path(checkpoint))
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    connect = partial(_connect, choices, served, context, config, directory, early)
+    connect = partial(_connect, checkpoint, choices, served, context, config, directory, early, shared is not None)
     link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
@@ -197,6 +205,7 @@ def assemble(
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         restarts=Restarts(choices.max_restarts),
         separate_draft=choices.separate_draft and not choices.trains_draft,
+        over_http=choices.over_http,
         allow_mismatch=choices.allow_mismatch,
     )
     engine = SglangEngine(link, settings)
@@ -230,16 +239,20 @@ def _base_of(checkpoint: str | Path, served: Served, choices: Choices) -> str:
 
 
 def _connect(
+    checkpoint: str | Path,
     choices: Choices,
     served: Served,
     context: int,
     config: Mapping[str, Any],
     directory: Path,
     early: dict[Path, Spawned] | None,
+    adapters: bool,
 ) -> Link:
-    """Return the link to a running server, or to a process that starts SGLang."""
+    """Return the link to running servers, or to a process that starts SGLang."""
     if choices.url:
-        return ServerLink(choices.url, choices.startup_timeout, choices.arguments)
+        model = Model(Path(checkpoint), config, receives=not adapters)
+        connect = partial(ServerLink, arguments=choices.arguments)
+        return PoolLink(ServerList(choices.url), connect, choices.startup_timeout, model)
     arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
     return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
 

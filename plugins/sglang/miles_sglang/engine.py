@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -22,14 +22,17 @@ from miles_sglang.adapters import ADAPTER, ServedAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
-from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
 from miles_sglang.settings import Settings
+from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
 from miles_workers import EngineLost, Renewal
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
+#: Scores one sequence: the body of ``generate`` -> server -> answer.
+_Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
@@ -72,7 +75,8 @@ class SglangEngine(Engine):
         self._open = asyncio.Event()
         self._renewal = Renewal("SGLang", self._spend, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
-        self._adapter = ServedAdapter(lambda endpoint, body: self.link.call(endpoint, body), settings.weights_dir)
+        directory = None if settings.over_http else settings.weights_dir
+        self._adapter = ServedAdapter(lambda *arguments: self.link.call(*arguments), directory)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -86,13 +90,6 @@ class SglangEngine(Engine):
 
     async def start(self) -> None:
         self._info = await self.link.start()
-        draft = self._info.get("speculative_draft_model_path")
-        if not self.link.same_host and draft not in (None, self._info.get("model_path")):
-            await self.link.stop()
-            raise SglangError(
-                f"the server drafts with {draft}, and would load every weight update into the draft model too, because it reads both "
-                "models from the same directory; start it without the draft"
-            )
         self._paused = None
         self._open.set()
 
@@ -106,7 +103,9 @@ class SglangEngine(Engine):
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         ours = self.link.same_host
-        return "restart" if not loads_in_place(format, ours) else "in_place" if ours else "via_disk"
+        if not loads_in_place(format, ours):
+            return "restart"
+        return "in_place" if ours or self.settings.over_http else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
         return make_quantizer(self.link, format)
@@ -140,13 +139,17 @@ class SglangEngine(Engine):
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
     async def _send_request(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
-        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died."""
+        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died or its server
+        left."""
         times, call.sent = self._renewal.times, True
         try:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
         except SglangLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
+            return None
+        except ServerLeft:
+            call.sent = False
             return None
         except SglangError:
             if call.aborted:
@@ -172,6 +175,23 @@ class SglangEngine(Engine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
+        async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
+            return {"": await self.link.generate(self._adapter.select(body))}
+
+        return (await self._score(ask, sequences, temperature, media))[""]
+
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
+    ) -> Mapping[str, list[np.ndarray]]:
+        async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
+            return await self.link.generate_each(self._adapter.select(body))
+
+        return await self._score(ask, sequences, temperature, media)
+
+    async def _score(
+        self, ask: _Ask, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Any]
+    ) -> dict[str, list[np.ndarray]]:
+        """Return the scores by the servers that answered for all sequences."""
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
@@ -181,14 +201,19 @@ class SglangEngine(Engine):
             if not 0 < len(sequence) <= limit:
                 raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
         shown = media or [()] * len(sequences)
-        return list(await asyncio.gather(*map(self._score, sequences, shown)))
+        answers = await asyncio.gather(*(self._ask_scores(ask, *each) for each in zip(sequences, shown, strict=True)))
+        names = [name for name in answers[0] if all(name in found for found in answers)] if answers else [""]
+        return {name: [found[name] for found in answers] for name in names}
 
-    async def _score(self, sequence: Sequence[int], media: tuple[Any, ...]) -> np.ndarray:
-        if len(sequence) == 1:
-            return np.zeros(0, np.float32)
+    async def _ask_scores(self, ask: _Ask, sequence: Sequence[int], media: tuple[Any, ...]) -> Mapping[str, np.ndarray]:
         body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
-        answer = await self._renewal.retry(lambda: self.link.generate(self._adapter.select(body)))
-        return np.array(answer.columns["prompt_log_probs"])
+        while True:
+            try:
+                answers = await self._renewal.retry(lambda: ask(body))
+            except ServerLeft:
+                continue
+            none = np.zeros(0, np.float32)  # of the first token
+            return {name: np.array(a.columns.get("prompt_log_probs", none)) for name, a in answers.items()}
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
@@ -314,13 +339,19 @@ class SglangEngine(Engine):
         self._usable = self._usable and staged
         if staged or self._update_method() != "in_place":
             return BufferedArrival(lambda units: self._load(units, version))
+        self.link.begin_update()
         return StreamedArrival(
-            self._loading(), NameCheck(self._served.names), self.settings.bucket_bytes, self._serve, version
+            self._loading(), NameCheck(self._served.names), self._bucket_bytes(), self._serve, version
         )
+
+    def _bucket_bytes(self) -> int:
+        most = self.settings.bucket_bytes
+        return most if self.link.same_host else min(most, MESSAGE_BYTES // int(self._info.get("tp_size") or 1))
 
     async def _load(self, units: Iterable[Encoded], version: int) -> None:
         """Load a complete update into SGLang."""
         self._usable = False
+        self.link.begin_update()
         update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
         await update[self._update_method()](self._served.names.check_all(units), version)
         self._serve(version)
@@ -364,7 +395,7 @@ class SglangEngine(Engine):
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
         loading = self._loading()
         try:
-            for bucket in buckets.split_into_buckets(named, self.settings.bucket_bytes):
+            for bucket in buckets.split_into_buckets(named, self._bucket_bytes()):
                 await loading.add(bucket)
             await loading.finish(version)  # all names of the stream have been checked
         finally:
@@ -372,7 +403,7 @@ class SglangEngine(Engine):
 
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """Send one bucket. version: the version that this bucket completes; None for all buckets but the last."""
-        if self._spans:
+        if self._spans or not self.link.same_host:
             flat = flat.to_host()
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
         body["copies"] = self._spans
