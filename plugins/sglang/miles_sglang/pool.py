@@ -47,6 +47,8 @@ class PoolLink(Link):
         model: what the servers must serve.
     """
 
+    news: PoolNews
+
     def __init__(
         self,
         servers: ServerList,
@@ -190,17 +192,17 @@ class PoolLink(Link):
         Raises:
             SglangError: a server rejected the call; with ``refuse`` all did.
         """
-        encode = tensor_messages.encode if endpoint in tensor_messages.ENDPOINTS else None
+        encoded = endpoint in tensor_messages.ENDPOINTS
         messages = {
-            ranks: await asyncio.to_thread(encode, endpoint, body, payload, ranks)
-            for ranks in ({member.link.ranks for member in members} if encode else ())
+            ranks: await asyncio.to_thread(tensor_messages.encode, endpoint, body, payload, ranks)
+            for ranks in ({member.link.ranks for member in members} if encoded else ())
         }
         found, rejections = dict[Member, Any](), dict[Member, SglangError]()
 
         async def ask(member: Member) -> None:
             link = member.link
             try:
-                if encode is not None:
+                if encoded:
                     found[member] = await member.until_gone(link.send(endpoint, messages[link.ranks]))
                 elif endpoint == "generate":
                     found[member] = await member.until_gone(link.generate(body))

@@ -166,10 +166,10 @@ def _machines(facts: Facts) -> Iterator[Problem]:
 
 def _address(facts: Facts) -> Iterator[Problem]:
     """Report addresses of servers that cannot be used."""
-    if not (items := facts.value("sglang.url")):
+    if not (listed := facts.value("sglang.url")):
         return
     try:
-        ServerList(items).read()
+        ServerList(str(listed).split(",")).read()
     except ConfigError as error:
         needs = "addresses like http://host:30000, or a file of them"
         yield Problem("sglang", needs, str(error), (describe_fact(facts.lookup("sglang.url")),))
