@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two looks at the list and at the servers.
 LOOK_SECONDS = 2.0
-#: Seconds in which a server that joins late must answer; it is asked again at the next look.
-_JOIN_SECONDS = 5.0
 #: Seconds without an answer of a server's process, which answers also while it computes, after which the server has left.
 HUNG_SECONDS = 60.0
 #: How long a server that was removed from the list has to abort a request.
@@ -65,6 +63,7 @@ class PoolLink(Link):
         self._version, self._paused = "", False
         self._last_cause = ""
         self._refused: dict[str, str] = {}  # address -> why the server does not join, to say it once
+        self._silent: set[str] = set()  # addresses at which no server answers yet
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -311,16 +310,20 @@ class PoolLink(Link):
                 self._spawn(self._ping(member))
 
     async def _join(self, url: str) -> None:
-        link = self._connect(url, _JOIN_SECONDS)
+        link = self._connect(url, 0.0)
         try:
             member = Member(link, await link.start())
             self._model.check(member, next(iter(self._members.values()), member))
-        except NotReachable:
-            return  # until it answers
+        except NotReachable as error:
+            if url not in self._silent:
+                self._silent.add(url)
+                log.info("%s; it is asked every %g s", error, LOOK_SECONDS)
+            return
         except SglangError as error:
             await link.stop()
             self._refuse(url, str(error))
             return
+        self._silent.discard(url)
         self._members[url] = member
         if self._model.receives:
             log.info("--sglang-url %s: %s answers; it joins with the next weights", self._servers, redact(url))
@@ -363,7 +366,7 @@ class PoolLink(Link):
     def _remove(self, member: Member) -> None:
         """Make a server leave that was removed from the list, and stop its requests."""
         rids = [rid for rid, asked in self._asked.items() if asked is member]
-        self._spawn(self._abort(ServerLink(member.link.url, _JOIN_SECONDS), rids))
+        self._spawn(self._abort(ServerLink(member.link.url, 0.0), rids))
         self._leave(member, f"it was removed from {self._servers}")
 
     async def _abort(self, link: ServerLink, rids: Collection[str]) -> None:

@@ -26,6 +26,7 @@ _FAILED = 500
 ANSWER_SECONDS = 3600.0
 #: Timeout in seconds of a call to a server that may still be starting.
 FIRST_ANSWER_SECONDS = 30.0
+_LEAST_ANSWER_SECONDS = 5.0
 #: Maximum bytes of an answer of ``generate``; recorded experts and sampling supports are large.
 MAX_ANSWER = 4 << 30
 #: Options of which a server may have more than the run needs, and all that the run's adapters need.
@@ -82,7 +83,7 @@ class ServerLink(Link):
         end, told = time.monotonic() + self.startup_timeout, False
         while True:
             try:
-                left = max(end - time.monotonic(), 0.1)
+                left = max(end - time.monotonic(), _LEAST_ANSWER_SECONDS)
                 return await self._ask("server_info", None, min(left, FIRST_ANSWER_SECONDS))
             except NotReachable as error:
                 if time.monotonic() + _POLL_S > end:

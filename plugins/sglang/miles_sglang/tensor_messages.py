@@ -61,7 +61,7 @@ class _Call:
         return self._reduced
 
 
-def checksum(payload: bytes | bytearray) -> int:
+def checksum(payload: bytearray) -> int:
     """Return the checksum of bytes whose length is a multiple of 8. It differs if one word does, or if two are exchanged."""
     words = torch.frombuffer(payload, dtype=torch.int64)
     return int(torch.sum(torch.mul(words, torch.arange(1, 2 * len(words), 2))))
