@@ -10,7 +10,9 @@ import base64
 import io
 import json
 import pickle
+import tempfile
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
@@ -52,8 +54,7 @@ class ServerManager(Manager):
 
     async def load_lora_adapter_from_tensors(self, body: Any, _: Any) -> Any:
         tensors = SafeUnpickler(io.BytesIO(base64.b64decode(body.serialized_named_tensors[0]))).load()
-        path = self.checkpoint.parent / body.lora_name
-        path.mkdir()
+        path = Path(tempfile.mkdtemp(dir=self.checkpoint.parent))
         (path / "adapter_config.json").write_text(json.dumps(body.config_dict))
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
         return await self.load_lora_adapter(Body(lora_name=body.lora_name, lora_path=str(path)), None)
@@ -174,7 +175,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any]) -> None:
         try:
             found = self.double.answer(self.path.strip("/"), body)
-        except (Exception, CancelledError):  # as SGLang's scheduler, which ends over it
+        except CancelledError:
+            self.double.kill()
+        except Exception:  # as SGLang's scheduler, which ends over it
+            traceback.print_exc()
             self.double.kill()
         if self.double.dead:
             self.close_connection = True
