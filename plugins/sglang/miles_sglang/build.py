@@ -21,14 +21,13 @@ from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.images import ImageReader
-from miles_sglang.link import Link, PoolNews
+from miles_sglang.link import Link
 from miles_sglang.member import Model
 from miles_sglang.memory import default_share
-from miles_sglang.pool import PoolLink
+from miles_sglang.pool import connect_pool
+from miles_sglang.pool_metrics import report_news
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
-from miles_sglang.server import ServerLink
-from miles_sglang.server_list import ServerList
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedServer, share
@@ -58,8 +57,6 @@ _CONTEXT_SLACK = 8
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
 SERVERS = StateKey[dict[str, SharedServer]]()
-#: What happened to the running servers that engines of this process use.
-NEWS = StateKey[list[PoolNews]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
@@ -88,11 +85,9 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     choices = _choices(run, policy)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
-    engine = assemble(
-        checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor, shared
-    )
-    if engine.link.news is not None:
-        run.state.setdefault(NEWS, []).append(engine.link.news)
+    codec = make_codec(run, policy)
+    engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
+    report_news(run, engine.link)
     return engine
 
 
@@ -250,9 +245,7 @@ def _connect(
 ) -> Link:
     """Return the link to running servers, or to a process that starts SGLang."""
     if choices.url:
-        model = Model(Path(checkpoint), config, receives=not adapters)
-        connect = partial(ServerLink, arguments=choices.arguments)
-        return PoolLink(ServerList(choices.url), connect, choices.startup_timeout, model)
+        return connect_pool(choices, Model(Path(checkpoint), config, receives=not adapters))
     arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
     return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
 

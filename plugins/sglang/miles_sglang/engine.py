@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -23,6 +23,7 @@ from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
 from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
+from miles_sglang.scores import Ask, Scorer
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
@@ -31,8 +32,6 @@ from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
-#: Scores one sequence: the body of ``generate`` -> server -> answer.
-_Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
@@ -188,32 +187,10 @@ class SglangEngine(Engine):
 
         return await self._score(ask, sequences, temperature, media)
 
-    async def _score(
-        self, ask: _Ask, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Any]
-    ) -> dict[str, list[np.ndarray]]:
-        """Return the scores by the servers that answered for all sequences."""
-        if temperature != 1.0:
-            raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
+    async def _score(self, ask: Ask, *given: Any) -> dict[str, list[np.ndarray]]:
         await self._renewal.wait_until_renewed()
         self._check_usable()
-        limit = self.settings.translator.max_context
-        for i, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= limit:
-                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
-        shown = media or [()] * len(sequences)
-        answers = await asyncio.gather(*(self._ask_scores(ask, *each) for each in zip(sequences, shown, strict=True)))
-        names = [name for name in answers[0] if all(name in found for found in answers)] if answers else [""]
-        return {name: [found[name] for found in answers] for name in names}
-
-    async def _ask_scores(self, ask: _Ask, sequence: Sequence[int], media: tuple[Any, ...]) -> Mapping[str, np.ndarray]:
-        body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
-        while True:
-            try:
-                answers = await self._renewal.retry(lambda: ask(body))
-            except ServerLeft:
-                continue
-            none = np.zeros(0, np.float32)  # of the first token
-            return {name: np.array(a.columns.get("prompt_log_probs", none)) for name, a in answers.items()}
+        return await Scorer(self.settings.translator, self._renewal, self._numbers).score(ask, *given)
 
     # -- interruptions --------------------------------------------------------------------------------------------
 

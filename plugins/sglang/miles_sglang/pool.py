@@ -13,11 +13,13 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from miles_core.plugin import ConfigError, redact
 from miles_sglang import tensor_messages
 from miles_sglang.answers import Answer
+from miles_sglang.choices import Choices
 from miles_sglang.link import Link, PoolNews, ServerLeft, SglangError, SglangLost
 from miles_sglang.member import Member, Model
 from miles_sglang.server import NotReachable, ServerLink
@@ -62,7 +64,7 @@ class PoolLink(Link):
         self._receiving: list[Member] = []  # the servers that receive the update in progress
         self._version, self._paused = "", False
         self._last_cause = ""
-        self._refused: dict[str, str] = {}  # address -> why the server does not join, to say it once
+        self._refused: set[str] = set()  # addresses of servers that cannot serve this run
         self._silent: set[str] = set()  # addresses at which no server answers yet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -218,7 +220,7 @@ class PoolLink(Link):
         if rejections and not (refuse and found):
             raise next(iter(rejections.values()))
         for member, error in rejections.items():
-            self._leave(member, str(error))
+            self._refuse(member, str(error))
         return found
 
     async def _update(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview) -> Any:
@@ -268,8 +270,7 @@ class PoolLink(Link):
                     self._model.compare((member, answers[member]), (others[0], answers[others[0]]))
                     break
             except SglangError as error:
-                self._refuse(member.link.url, str(error))
-                self._leave(member, str(error))
+                self._refuse(member, str(error))
                 return
         member.serving = True
         self.news.joined += 1
@@ -297,7 +298,7 @@ class PoolLink(Link):
         """Read the list again if it changed, connect to new servers, and look for servers that hang or were restarted."""
         if self._servers.has_changed():
             try:
-                self._listed, self._refused = self._servers.read(), {}
+                self._listed, self._refused = self._servers.read(), set()
             except ConfigError as error:
                 log.warning("%s; the run continues with the servers of the previous list", error)
         new = [url for url in self._listed if url not in self._members and url not in self._refused]
@@ -321,7 +322,8 @@ class PoolLink(Link):
             return
         except SglangError as error:
             await link.stop()
-            self._refuse(url, str(error))
+            self._refused.add(url)
+            log.warning("%s; the run continues without this server", error)
             return
         self._silent.discard(url)
         self._members[url] = member
@@ -330,9 +332,10 @@ class PoolLink(Link):
         else:
             await self._admit_one(member)
 
-    def _refuse(self, url: str, why: str) -> None:
-        self._refused[url] = why
-        log.warning("%s; the run continues without this server (until %s changes)", why, self._servers)
+    def _refuse(self, member: Member, cause: str) -> None:
+        """Make a server leave that cannot serve this run. It does not join again before the list changes."""
+        self._refused.add(member.link.url)
+        self._leave(member, cause)
 
     async def _ping(self, member: Member) -> None:
         """Make a server leave that does not answer, or that was restarted and has other weights."""
@@ -344,9 +347,10 @@ class PoolLink(Link):
         except SglangError:
             pass  # the connection was closed meanwhile
         else:
-            member.pinged = False
             if version and not self._receiving and version == member.version != str(found.get("weight_version")):
                 self._leave(member, f"it has weights of version {found.get('weight_version')} instead of {version}")
+        finally:
+            member.pinged = False
 
     def _leave(self, member: Member, cause: str) -> None:
         if self._members.get(member.link.url) is not member:
@@ -382,3 +386,9 @@ class PoolLink(Link):
             raise SglangError(
                 f"--sglang-url {self._servers}: no server is left: {self._last_cause}; start a server, and continue the run with --load"
             )
+
+
+def connect_pool(choices: Choices, model: Model) -> PoolLink:
+    """Return the link to the servers of ``--sglang-url``."""
+    connect = partial(ServerLink, arguments=choices.arguments)
+    return PoolLink(ServerList(choices.url), connect, choices.startup_timeout, model)

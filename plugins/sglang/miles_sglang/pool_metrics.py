@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core.plugin import hookimpl
-from miles_sglang.build import NEWS
-from miles_sglang.link import PoolNews
+from miles_core.plugin import StateKey, hookimpl
+from miles_sglang.link import Link, PoolNews
+
+_NEWS = StateKey[list[PoolNews]]()
+
+
+def report_news(run: Any, link: Link) -> None:
+    """Report what happens to the servers of an engine of this process, if they run elsewhere."""
+    if link.news is not None:
+        run.state.setdefault(_NEWS, []).append(link.news)
 
 
 class PoolMetrics:
@@ -14,7 +21,7 @@ class PoolMetrics:
 
     @hookimpl
     def on_step(self, run: Any, metrics: dict[str, float]) -> None:
-        news: dict[int, PoolNews] = {id(each): each for each in run.state.get(NEWS, ())}  # policies may share servers
+        news: dict[int, PoolNews] = {id(each): each for each in run.state.get(_NEWS, ())}  # policies may share servers
         if not news:
             return
         found = {"servers": 0, "joined": 0, "left": 0, "retried_requests": 0}

@@ -7,10 +7,11 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from miles_core.chat import call_in_thread
 from miles_core.plugin import redact
 from miles_sglang import tensor_messages
 from miles_sglang.answers import Answer
@@ -54,10 +55,10 @@ class ServerLink(Link):
     ) -> None:
         self.url, self.startup_timeout, self.arguments = url.rstrip("/"), startup_timeout, arguments
         self.ranks = 1
-        self._threads: ThreadPoolExecutor | None = None
+        self._slots: asyncio.Semaphore | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-server")
+        self._slots = asyncio.Semaphore(_THREADS)
         try:
             info = await self._first_answer()
             if not isinstance(info, Mapping) or "tp_size" not in info:
@@ -123,9 +124,7 @@ class ServerLink(Link):
             )
 
     async def stop(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._threads = None
+        self._slots = None
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
         return _parse_answer(await self._ask("generate", body), self.url)
@@ -145,9 +144,11 @@ class ServerLink(Link):
         return await self._exchange_in_thread(endpoint, None if body is None else json.dumps(body).encode(), timeout)
 
     async def _exchange_in_thread(self, endpoint: str, data: bytes | None, timeout: float) -> Any:
-        if self._threads is None:
+        if self._slots is None:
             raise SglangError("the engine was not started, or was stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._exchange, endpoint, data, timeout)
+        async with self._slots:
+            # not in an executor, whose threads would delay the end of the run while a server hangs
+            return await call_in_thread(partial(self._exchange, endpoint, data, timeout), "sglang-server")
 
     def _exchange(self, endpoint: str, data: bytes | None, timeout: float) -> Any:
         headers, limit = {"Content-Type": "application/json"}, MAX_ANSWER if endpoint == "generate" else MAX_BYTES
