@@ -139,7 +139,7 @@ def _own_choices(run: Any, policy: Any) -> Choices:
         max_running_requests=config.rollout.max_running_requests,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
-        url=tuple(options.url),
+        url=options.url,
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
@@ -186,7 +186,8 @@ def assemble(
     config = _text_config(Path(checkpoint))
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    connect = partial(_connect, checkpoint, choices, served, context, config, directory, early, shared is not None)
+    model = Model(Path(checkpoint), config, receives=shared is None)
+    connect = partial(_connect, choices, served, context, model, directory, early)
     link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
@@ -234,19 +235,17 @@ def _base_of(checkpoint: str | Path, served: Served, choices: Choices) -> str:
 
 
 def _connect(
-    checkpoint: str | Path,
     choices: Choices,
     served: Served,
     context: int,
-    config: Mapping[str, Any],
+    model: Model,
     directory: Path,
     early: dict[Path, Spawned] | None,
-    adapters: bool,
 ) -> Link:
     """Return the link to running servers, or to a process that starts SGLang."""
     if choices.url:
-        return connect_pool(choices, Model(Path(checkpoint), config, receives=not adapters))
-    arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
+        return connect_pool(choices, model)
+    arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, model.config)
     return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
 
 

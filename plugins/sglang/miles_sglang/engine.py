@@ -102,9 +102,8 @@ class SglangEngine(Engine):
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         ours = self.link.same_host
-        if not loads_in_place(format, ours):
-            return "restart"
-        return "in_place" if ours or self.settings.over_http else "via_disk"
+        in_place = ours or self.settings.over_http
+        return "restart" if not loads_in_place(format, ours) else "in_place" if in_place else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
         return make_quantizer(self.link, format)
@@ -138,8 +137,7 @@ class SglangEngine(Engine):
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
     async def _send_request(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
-        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died or its server
-        left."""
+        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost with SGLang's process or server."""
         times, call.sent = self._renewal.times, True
         try:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
@@ -147,11 +145,9 @@ class SglangEngine(Engine):
             call.sent = False
             await self._renewal.renew_after(lost, times)
             return None
-        except ServerLeft:
-            call.sent = False
-            return None
-        except SglangError:
-            if call.aborted:
+        except SglangError as error:
+            call.sent = call.sent and not isinstance(error, ServerLeft)
+            if call.aborted or not call.sent:
                 return None
             raise
 
