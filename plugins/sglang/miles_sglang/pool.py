@@ -137,7 +137,7 @@ class PoolLink(Link):
                 return answer
             self._leave(member, f"it has weights of version {answer.meta['weight_version']} instead of {version}")
         except NotReachable as error:
-            self._leave(member, str(error))
+            self._leave(member, error.cause)
         except ServerLeft:
             pass
         finally:
@@ -210,7 +210,7 @@ class PoolLink(Link):
                 else:
                     found[member] = await member.until_gone(link.call(endpoint, body))
             except NotReachable as error:
-                self._leave(member, str(error))
+                self._leave(member, error.cause)
             except ServerLeft:
                 pass
             except SglangError as error:
@@ -221,7 +221,7 @@ class PoolLink(Link):
             raise next(iter(rejections.values()))
         for member, error in rejections.items():
             self._refuse(member, str(error))
-        return found
+        return {member: found[member] for member in members if member in found}
 
     async def _update(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview) -> Any:
         """Send a part of an update to the servers that have received its other parts."""
@@ -343,7 +343,7 @@ class PoolLink(Link):
         try:
             found = await member.link.describe(HUNG_SECONDS)
         except NotReachable as error:
-            self._leave(member, str(error))
+            self._leave(member, error.cause)
         except SglangError:
             pass  # the connection was closed meanwhile
         else:

@@ -38,7 +38,15 @@ _THREADS = 512
 
 
 class NotReachable(SglangError):
-    """No server answers at the address, or it is still starting."""
+    """No server answers at the address, or it is still starting.
+
+    Attributes:
+        cause: the reason without advice.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class ServerLink(Link):
@@ -155,17 +163,19 @@ class ServerLink(Link):
         try:
             answer = exchange(f"{self.url}/{endpoint}", data, headers, timeout, limit)
         except HttpError as error:
-            raise NotReachable(
+            message = (
                 f"--sglang-url {self.url}: no SGLang server answers there ({error}); start it, or correct the address"
-            ) from error
+            )
+            raise NotReachable(str(error), message) from error
         if 300 <= answer.status < 400:
             raise SglangError(
                 f"--sglang-url {self.url}: {endpoint} answered {answer.status}: redirected to {redact(answer.location)}; give the final "
                 "address"
             )
         if answer.status >= 400:
-            kind = NotReachable if answer.status >= _FAILED else SglangError
-            raise kind(f"--sglang-url {self.url}: {endpoint} answered {answer.status}: {answer.excerpt(500)}")
+            cause = f"{endpoint} answered {answer.status}: {answer.excerpt(500)}"
+            message = f"--sglang-url {self.url}: {cause}"
+            raise NotReachable(cause, message) if answer.status >= _FAILED else SglangError(message)
         try:
             return json.loads(answer.body)
         except (ValueError, RecursionError):
