@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
 
 from miles_core.data import Encoded
-from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.plugin import MilesError, SyncError, WorkerLost
+from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
+from miles_core.plugin import MilesError, SyncError
 from miles_formats import Format, Quantizer
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import make_quantizer
@@ -23,15 +23,16 @@ from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
 from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
-from miles_sglang.scores import Ask, Scorer
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
-from miles_workers import EngineLost, Renewal
+from miles_workers import Renewal
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
+#: Sends the body of ``generate``, and returns server -> answer.
+_Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
@@ -72,7 +73,7 @@ class SglangEngine(Engine):
         self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
-        self._renewal = Renewal("SGLang", self._spend, self._renew)
+        self._renewal = Renewal(self, "SGLang", settings.restarts, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
         directory = None if settings.over_http else settings.weights_dir
         self._adapter = ServedAdapter(lambda *arguments: self.link.call(*arguments), directory)
@@ -171,22 +172,36 @@ class SglangEngine(Engine):
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
         async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
-            return {"": await self.link.generate(self._adapter.select(body))}
+            return {"": await self.link.generate(body)}
 
         return (await self._score(ask, sequences, temperature, media))[""]
 
     async def score_each(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> Mapping[str, list[np.ndarray]]:
-        async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
-            return await self.link.generate_each(self._adapter.select(body))
+        return await self._score(self.link.generate_each, sequences, temperature, media)
 
-        return await self._score(ask, sequences, temperature, media)
-
-    async def _score(self, ask: Ask, *given: Any) -> dict[str, list[np.ndarray]]:
+    async def _score(
+        self, ask: _Ask, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Any]
+    ) -> dict[str, list[np.ndarray]]:
+        """Return the scores by server, without servers that left before they had scored all sequences."""
+        if temperature != 1.0:
+            raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
         self._check_usable()
-        return await Scorer(self.settings.translator, self._renewal, self._numbers).score(ask, *given)
+        check_scored(sequences, self.settings.translator.max_context)
+        pairs = zip(sequences, media or [()] * len(sequences), strict=True)
+        each = await asyncio.gather(*(self._score_one(ask, *pair) for pair in pairs))
+        names = [name for name in each[0] if all(name in found for found in each)] if each else [""]
+        return {name: [found[name] for found in each] for name in names}
+
+    async def _score_one(self, ask: _Ask, sequence: Sequence[int], media: tuple[Any, ...]) -> dict[str, np.ndarray]:
+        body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
+        none = np.zeros(0, np.float32)  # of a single token
+        while True:
+            with suppress(ServerLeft):
+                answers = await self._renewal.retry(lambda: ask(self._adapter.select(body)))
+                return {name: np.array(found.columns.get("prompt_log_probs", none)) for name, found in answers.items()}
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
@@ -254,12 +269,6 @@ class SglangEngine(Engine):
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
         """``Link.call``, repeated after a restart if SGLang dies during the call."""
         return await self._renewal.retry(lambda: self.link.call(endpoint, body))
-
-    def _spend(self, lost: EngineLost) -> None:
-        """Count one restart of SGLang. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
-        if self.resend is None:
-            raise WorkerLost("", lost.cause, lost.lines) from lost
-        self.settings.restarts.spend(WorkerLost("sglang", lost.cause, lost.lines))
 
     async def _renew(self) -> None:
         """Restart SGLang, send it the learner's weights, and restore the pause mode."""
@@ -346,7 +355,7 @@ class SglangEngine(Engine):
             self._dead = True
             if self._renewal.here:
                 raise
-            self._spend(lost)
+            self._renewal.spend(lost)
             raise SyncError(f"SGLang died while it loaded version {version} of the weights: {lost.cause}") from lost
 
     def _update_method(self) -> Literal["in_place", "via_disk", "restart"]:

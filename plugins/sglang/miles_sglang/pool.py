@@ -104,7 +104,7 @@ class PoolLink(Link):
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Servers that wait for weights take the place of those that left. The engine sends the weights next."""
-        while self._asked:  # requests of servers that have left
+        while any(member.gone.is_set() for member in self._asked.values()):  # their requests end now
             await asyncio.sleep(0)
         self._check_any()
         return self._describe()
@@ -122,11 +122,7 @@ class PoolLink(Link):
     def _choose(self, body: Mapping[str, Any]) -> Member:
         """Return the server with the fewest open requests among those that have the weights of a request."""
         found = [member for member in self._members.values() if member.serves(body)]
-        if not found:
-            self._check_any()
-            raise SglangLost(
-                f"{self._last_cause or 'no server has the weights'}, and no other server has the weights yet"
-            )
+        self._check_found(found)
         return min(found, key=lambda member: member.open)
 
     async def _generate_on(self, member: Member, body: Mapping[str, Any]) -> Answer:
@@ -149,7 +145,7 @@ class PoolLink(Link):
     async def generate_each(self, body: Mapping[str, Any]) -> Mapping[str, Answer]:
         members = [member for member in self._members.values() if member.serves(body)]
         found = await self._ask_all(members, "generate", body)
-        self._check_any()
+        self._check_found(found)
         return {redact(member.link.url): answer for member, answer in found.items()}
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ class PoolLink(Link):
         if endpoint == "continue_generation":
             self._paused = False
             await self._admit()
-        return next(iter(answers.values()))
+        return next(iter(answers.values()), {"success": True})
 
     async def _ask_all(
         self,
@@ -227,9 +223,7 @@ class PoolLink(Link):
         """Send a part of an update to the servers that have received its other parts."""
         members = [member for member in self._receiving if member in self._members.values()]
         answers = await self._ask_all(members, endpoint, body, refuse=bool(self._version), payload=payload)
-        if not answers:
-            self._check_any()
-            raise SglangLost(f"{self._last_cause}, and no other server received this update")
+        self._check_found(answers)
         if body["weight_version"] is not None:
             self._version, self._receiving = body["weight_version"], []
             for member in answers:
@@ -241,7 +235,7 @@ class PoolLink(Link):
     async def _load_adapter(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview) -> Any:
         members = [member for member in self._members.values() if member.serving]
         answers = await self._ask_all(members, endpoint, body, refuse=True, payload=payload)
-        self._check_any()
+        self._check_found(answers)
         for member, answer in answers.items():
             if answer["success"]:
                 member.adapters.add(body["lora_name"])
@@ -379,6 +373,12 @@ class PoolLink(Link):
                 await link.start()
                 await asyncio.gather(*(link.call("abort_request", {"rid": rid}) for rid in rids))
         await link.stop()
+
+    def _check_found(self, found: Collection[Any]) -> None:
+        """Raise SglangLost if no server was found, but others could receive the weights; SglangError if no server is left."""
+        if not found:
+            self._check_any()
+            raise SglangLost(f"{self._last_cause or 'servers left'}, and no other server has the weights yet")
 
     def _check_any(self) -> None:
         """Raise SglangError if no server is left."""
