@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -22,6 +21,7 @@ from miles_sglang.adapters import ADAPTER, ServedAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
+from miles_sglang.inflight import Call
 from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
@@ -37,24 +37,6 @@ _Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
-@dataclass(eq=False)
-class _Call:
-    """One request in flight.
-
-    Attributes:
-        sent: SGLang has it; otherwise it waits for ``resume``.
-        aborted: ``abort`` selected it.
-        stirred: set by ``abort`` to wake a request that waits.
-    """
-
-    key: int
-    rid: str
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    stirred: asyncio.Event = field(default_factory=asyncio.Event)
-    sent: bool = False
-    aborted: bool = False
-
-
 class SglangEngine(Engine):
     """SGLang behind the engine contract.
 
@@ -67,7 +49,7 @@ class SglangEngine(Engine):
         self.link, self.settings, self._served = link, settings, settings.served
         self.capabilities = settings.capabilities
         self._info: Mapping[str, Any] = {}
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
         self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
@@ -123,7 +105,7 @@ class SglangEngine(Engine):
         # fixed width: SGLang aborts every request whose id starts with the given one
         rid = f"{next(self._numbers):016x}"
         body = self.settings.translator.body(request, rid)
-        call = self._calls[rid] = _Call(request.key, rid)
+        call = self._calls[rid] = Call(request.key, rid)
         try:
             answer = None
             while answer is None:
@@ -137,7 +119,7 @@ class SglangEngine(Engine):
             call.done.set()
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
-    async def _send_request(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
+    async def _send_request(self, call: Call, body: Mapping[str, Any]) -> Answer | None:
         """Send a request. Returns None if it was aborted before a scheduler saw it, or lost with SGLang's process or server."""
         times, call.sent = self._renewal.times, True
         try:
@@ -152,7 +134,7 @@ class SglangEngine(Engine):
                 return None
             raise
 
-    async def _until_open(self, call: _Call) -> None:
+    async def _until_open(self, call: Call) -> None:
         """Wait until the engine accepts requests or the call is aborted."""
         while not self._open.is_set() and not call.aborted:
             opened, stirred = (asyncio.ensure_future(e.wait()) for e in (self._open, call.stirred))
@@ -209,7 +191,7 @@ class SglangEngine(Engine):
         wanted = None if keys is None else frozenset(keys)
         await self._abort_calls([c for c in self._calls.values() if wanted is None or c.key in wanted])
 
-    async def _abort_calls(self, calls: Iterable[_Call]) -> None:
+    async def _abort_calls(self, calls: Iterable[Call]) -> None:
         for call in calls:
             call.aborted = True
             call.stirred.set()

@@ -106,7 +106,7 @@ def when(condition: Callable[[], Any], act: Callable[[], Any]) -> threading.Thre
     return thread
 
 
-@pytest.mark.parametrize("schedule", ["sync", "async"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("async", marks=pytest.mark.thorough)])
 def test_a_run_survives_a_death_and_uses_a_server_that_joins_late(
     start: Start, listed: Callable[..., str], toy_run: Any, caplog: Any, schedule: str
 ) -> None:
