@@ -136,7 +136,7 @@ def _own_choices(run: Any, policy: Any) -> Choices:
         max_running_requests=config.rollout.max_running_requests,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
-        url=options.url,
+        url=options.url or (),
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,

@@ -42,8 +42,8 @@ _LISTS: dict[str, Any] = {f"list[{t.__name__}]": tuple[t, ...] for t in (int, fl
 class EngineOptions:
     """SGLang as the rollout engine."""
 
-    url: tuple[str, ...] = option(
-        (),
+    url: tuple[str, ...] | None = option(
+        None,
         flag="--sglang-url",
         help="use the SGLang servers running at these addresses instead of starting one; or a file with one address per line, which may change "
         "during the run",

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +34,7 @@ MAX_ANSWER = 4 << 30
 #: Options of which a server may have more than the run needs, and all that the run's adapters need.
 _LEAST = frozenset({"max_lora_rank", "max_loaded_loras", "max_loras_per_batch"})
 _OF_ADAPTERS = _LEAST | {"enable_lora", "lora_target_modules"}
-#: Maximum concurrent calls; each blocks one thread.
+#: Maximum open requests; each blocks one thread.
 _THREADS = 512
 
 
@@ -154,7 +155,8 @@ class ServerLink(Link):
     async def _exchange_in_thread(self, endpoint: str, data: bytes | None, timeout: float) -> Any:
         if self._slots is None:
             raise SglangError("the engine was not started, or was stopped")
-        async with self._slots:
+        # other calls must not wait for open requests: an abort ends them
+        async with self._slots if endpoint == "generate" else nullcontext():
             # not in an executor, whose threads would delay the end of the run while a server hangs
             return await call_in_thread(partial(self._exchange, endpoint, data, timeout), "sglang-server")
 
