@@ -117,7 +117,7 @@ def starts(kernels, tmp_path):
     model = load_model(str(checkpoint))
     engine = EmbeddedEngine(model, Settings(str, eos=[]))
     trainer = SimpleNamespace(model=model, precision=None)
-    served = SimpleNamespace(capabilities=frozenset(), weights_dir=tmp_path, served=None, over_http=False)
+    served = SimpleNamespace(capabilities=frozenset(), weights_dir=tmp_path, served=None, over_http=False, restarts=None)
     engines = {
         "embedded": engine,
         "sglang": SglangEngine(Kernels(), served),
