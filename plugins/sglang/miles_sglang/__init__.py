@@ -19,8 +19,8 @@ _WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
 _HEADED = "bailing_moe, deepseek_v3, deepseek_v32, deepseek_v4, glm4_moe, glm4_moe_lite, glm_moe_dsa, hy_v3"
 #: SGLang 0.5.17 constructs ``TopK`` without ``layer_id`` in these families; recording routes then fails during CUDA graph capture.
 _UNRECORDED = (
-    "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, hy_v3, kimi_linear, llama4, llama4_text, minimax_m2, mixtral, "
-    "nemotron_h, olmoe, phimoe"
+    "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, granitemoehybrid, hy_v3, kimi_linear, llama4, llama4_text, mimo_v2_flash, "
+    "minimax_m2, mixtral, nemotron_h, olmoe, phimoe"
 )
 
 plugin = Plugin(

@@ -50,6 +50,8 @@ _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
 _CONTEXT_SLACK = 8
 
 
+#: SGLang's environment variable with the dtype of the states of short convolutions.
+_STATES = "SGLANG_MAMBA_CONV_DTYPE"
 #: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
@@ -368,6 +370,8 @@ def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str |
         standby.VARIABLE: str(_schedulers(choices)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+        # the states of convolutions, which SGLang otherwise keeps in BF16 whatever the model's dtype is
+        _STATES: os.environ.get(_STATES, _dtype(choices.dtype, choices.device)),
         _EXACT: "1" if choices.exact else None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
