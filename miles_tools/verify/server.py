@@ -239,8 +239,11 @@ class OpenAiServer(Server):
             raise ServerError(
                 f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (prompt_logprobs, echo)"
             )
-        ids = self._ids({"logprobs": choice["logprobs"]})
-        self.find_added(ids[:-1] if len(ids) > len(row) else ids, row)  # the last token is a generated one
+        ids = choice.get("prompt_token_ids")  # SGLang lists the tokens of an echo as text only
+        if not isinstance(ids, list):
+            ids = self._ids({"logprobs": choice["logprobs"]})
+            ids = ids[:-1] if len(ids) > len(row) else ids  # the last token is a generated one
+        self.find_added(ids, row)
         return found[len(self.added) :][: len(row) - 1]
 
     def tokenize(self, text: str) -> list[int] | None:
