@@ -136,7 +136,7 @@ def serve(server: str, python: str, fault: Fault, model: Path) -> Iterator[str]:
         command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *common, *_SGLANG]
         overridden = "--json-model-override-args"
     else:
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *common, *_VLLM]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *common, *_VLLM]
         overridden = "--hf-overrides"
     if fault.config:
         command += [overridden, json.dumps(fault.config)]

@@ -161,7 +161,7 @@ class SglangServer(Server):
                 f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (input_token_logprobs)"
             )
         try:
-            self.find_added(_restore_last([int(entry[1]) for entry in entries], row), row)
+            self.find_added(restore_last([int(entry[1]) for entry in entries], row), row)
         except (TypeError, ValueError, IndexError) as error:
             raise self.malformed("/generate", "token ids in input_token_logprobs", one) from error
         return _array(p for p, _ in self._read(one, "input_token_logprobs", len(entries) - len(row) + 1))
@@ -321,7 +321,7 @@ def _is_sglang(base: str) -> bool:
     return False
 
 
-def _restore_last(ids: list[int], row: Sequence[int]) -> list[int]:
+def restore_last(ids: list[int], row: Sequence[int]) -> list[int]:
     """Return the ids that SGLang scored: in prompts it lists the last id of the vocabulary as 0, with the right log-probability."""
     tail = ids[-len(row) :]
     hidden = {given for given, listed in zip(row, tail, strict=False) if listed == 0 != given}
