@@ -62,5 +62,5 @@ def test_an_evaluation_without_a_prompt_that_fits_is_one_error():
     source = SimpleNamespace(length=3, state=dict, load_state=lambda state: None, next=lambda count: ["row"] * count)
     run = SimpleNamespace(config=SimpleNamespace(evaluation=SimpleNamespace(n_samples=1)))
     evaluator = Evaluator(run, {"legs": source}, lambda rows: [None] * len(rows), None, None)
-    with pytest.raises(DataError, match="^--eval-prompt-data legs: all 3 prompts are too long or invalid"):
+    with pytest.raises(DataError, match=r"^--eval-prompt-data legs: all 3 prompts are too long or invalid"):
         asyncio.run(evaluator())

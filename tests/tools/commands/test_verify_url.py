@@ -144,7 +144,12 @@ def test_the_key_is_sent_and_not_written(verify, checkpoint, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize(
     ("listed", "given", "found"),
-    [([5, 0, 3], [5, 9, 3], [5, 9, 3]), ([7, 5, 0, 0], [5, 9, 9], [7, 5, 9, 9]), ([0, 0], [8, 9], [0, 0]), ([5], [5, 9], [5])],
+    [
+        ([5, 0, 3], [5, 9, 3], [5, 9, 3]),
+        ([7, 5, 0, 0], [5, 9, 9], [7, 5, 9, 9]),
+        ([0, 0], [8, 9], [0, 0]),
+        ([5], [5, 9], [5]),
+    ],
 )
 def test_sglang_lists_the_last_id_of_the_vocabulary_as_0(listed, given, found):
     assert restore_last(listed, given) == found
