@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Request as Request,
         Response as Response,
         Sampling as Sampling,
+        check_scored as check_scored,
     )
     from miles_core.contracts.transport import SyncReport as SyncReport, Transport as Transport
     from miles_core.sync.push import CopyTransport as CopyTransport
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_core.contracts.engine": "Engine EnginePart PauseMode Request Response Sampling",
+        "miles_core.contracts.engine": "Engine EnginePart PauseMode Request Response Sampling check_scored",
         "miles_core.contracts.transport": "SyncReport Transport",
         "miles_core.sync.push": "CopyTransport",
     },

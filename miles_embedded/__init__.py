@@ -41,11 +41,10 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 
 if TYPE_CHECKING:
     from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
-    from miles_embedded.engine.attention import DecodeCall, PromptCall
+    from miles_embedded.engine.attention import DecodeCall, PromptCall, Prompts
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder
-    from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.row import Row
     from miles_embedded.engine.sampling import Sampled, check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
@@ -226,11 +225,10 @@ __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_embedded.engine.async_scheduling": "AsyncScheduling Launched fill_rows",
-        "miles_embedded.engine.attention": "DecodeCall PromptCall",
+        "miles_embedded.engine.attention": "DecodeCall PromptCall Prompts",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder",
-        "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.row": "Row",
         "miles_embedded.engine.sampling": "Sampled check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from miles_workers.restarts import Restarts
     from miles_workers.rollout_worker import RolloutWorker
     from miles_workers.runtime import RemoteRuntime
+    from miles_workers.served_model import ROUTED_EXPERTS, Routing, language_config
     from miles_workers.worker import Worker, WorkerSpec
     from miles_workers.workers import Workers, short_of_memory
 
 __all__ = [
+    "ROUTED_EXPERTS",
     "EngineLost",
     "EngineWorker",
     "LocalProcess",
@@ -42,10 +44,12 @@ __all__ = [
     "Renewal",
     "Restarts",
     "RolloutWorker",
+    "Routing",
     "Stored",
     "Worker",
     "WorkerSpec",
     "Workers",
+    "language_config",
     "last_lines",
     "load_function",
     "make_answer",
@@ -67,6 +71,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.rank_worker": "RankWorker",
         "miles_workers.rollout_worker": "RolloutWorker",
         "miles_workers.runtime": "RemoteRuntime",
+        "miles_workers.served_model": "ROUTED_EXPERTS Routing language_config",
         "miles_workers.worker": "WorkerSpec Worker",
         "miles_workers.renewal": "EngineLost Renewal",
         "miles_workers.restarts": "Restarts",

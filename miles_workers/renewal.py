@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TypeVar
 
-from miles_core.errors import MilesError
+from miles_core.contracts.engine import Engine
+from miles_core.errors import MilesError, WorkerLost
+from miles_workers.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +37,22 @@ class Renewal:
     """Restarts an engine's process once for all callers that find it dead.
 
     Args:
-        engine: the engine's name in the log.
-        spend: counts one restart; raises WorkerLost if no restart is left.
+        engine: the engine.
+        program: name of the program that its process runs.
+        restarts: counts the restarts.
         renew: restarts the process and sends it weights; raises EngineLost if it dies again.
     """
 
-    def __init__(self, engine: str, spend: Callable[[EngineLost], None], renew: Callable[[], Awaitable[None]]) -> None:
-        self._engine, self._spend, self._renew = engine, spend, renew
+    def __init__(self, engine: Engine, program: str, restarts: Restarts, renew: Callable[[], Awaitable[None]]) -> None:
+        self._engine, self._program, self._restarts, self._renew = engine, program, restarts, renew
         self._times = 0
         self._task: asyncio.Task[None] | None = None
+
+    def spend(self, lost: EngineLost) -> None:
+        """Count one restart. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
+        if self._engine.resend is None:
+            raise WorkerLost("", lost.cause, lost.lines) from lost
+        self._restarts.spend(WorkerLost(self._program.lower(), lost.cause, lost.lines))
 
     @property
     def here(self) -> bool:
@@ -87,11 +96,11 @@ class Renewal:
         _HERE.set(True)
         try:
             while True:
-                self._spend(lost)
+                self.spend(lost)
                 try:
                     await self._renew()
                     log.warning(
-                        "%s was restarted and has its weights; the requests in flight are sent again", self._engine
+                        "%s was restarted and has its weights; the requests in flight are sent again", self._program
                     )
                     return
                 except EngineLost as again:

@@ -10,7 +10,6 @@ metrics. The chat template is TRL's copy of Qwen2.5's, which is read from its in
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import os
@@ -158,30 +157,21 @@ def memorize(model: Any, pairs: list[tuple[list[int], list[int]]], steps: int) -
 
 def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``miles train``, held before each step."""
-    from miles_core import loop
-    from miles_core.cli import train
-    from miles_core.observe.metrics import read
+    from benchmarks.training.workload import train_in_turns
 
-    original, turn = loop.step, Steps(reporter, given.steps_a_turn)
+    turn = Steps(reporter, given.steps_a_turn)
     reporter.send(versions=installed("miles-core", "torch", "transformers"))
-    with tempfile.TemporaryDirectory() as directory:
 
-        async def timed_step(run: Any, *parts: Any) -> None:
-            await asyncio.to_thread(turn.wait)
-            started = time.perf_counter()
-            await original(run, *parts)
-            seconds = time.perf_counter() - started
-            record = read(run.directory / "metrics.jsonl")[-1]
-            turn.report(seconds=seconds, calls=record["tools/calls"], generate=record["time/rollout"])
+    def report(record: dict[str, Any], seconds: float, _: float) -> None:
+        turn.report(seconds=seconds, calls=record["tools/calls"], generate=record["time/rollout"])
 
-        loop.step = timed_step
-        flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --apply-chat-template
-            --custom-rm-path {given.tools}:reward --save {directory}/run --generate tools --tools {given.tools}:Shop --tool-turns 3
-            --tool-concurrency 256 --device cpu --dtype float32 --rollout-batch-size {given.prompts_a_step} --n-samples-per-prompt {SAMPLES}
-            --num-rollout {given.steps} --rollout-max-response-len {ANSWER} --max-running-requests {given.prompts_a_step * SAMPLES}
-            --lr 1e-6 --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
-            --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --no-self-check --log-level warning"""
-        train.run(flags.split())
+    flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --apply-chat-template
+        --custom-rm-path {given.tools}:reward --generate tools --tools {given.tools}:Shop --tool-turns 3
+        --tool-concurrency 256 --device cpu --dtype float32 --rollout-batch-size {given.prompts_a_step} --n-samples-per-prompt {SAMPLES}
+        --num-rollout {given.steps} --rollout-max-response-len {ANSWER} --max-running-requests {given.prompts_a_step * SAMPLES}
+        --lr 1e-6 --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
+        --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --no-self-check --log-level warning"""
+    train_in_turns(flags.split(), turn.wait, report)
 
 
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:

@@ -8,13 +8,10 @@ short responses, so that a step is short and the share of the hooks is not hidde
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measure import ROOT, Reporter, Worker, alternate, finish, installed, medians, options, spread
 
@@ -23,27 +20,17 @@ PROMPTS, SAMPLES = 16, 8
 
 def work(directory: Path, steps: int, plugins: list[str], reporter: Reporter) -> None:
     """Run ``miles train``, held before each step."""
-    from miles_core import loop
-    from miles_core.cli import train
+    from benchmarks.training.workload import train_in_turns
 
-    original = loop.step
     reporter.send(ready=True)
-
-    async def timed_step(run: Any, *parts: Any) -> None:
-        await asyncio.to_thread(reporter.wait)
-        started = time.perf_counter()
-        await original(run, *parts)
-        reporter.send(seconds=time.perf_counter() - started)
-
-    loop.step = timed_step
     flags = f"""--hf-checkpoint {directory}/model --prompt-data {directory}/data/train.jsonl --input-key prompt
         --label-key label --custom-rm-path {ROOT}/benchmarks/training/workload.py:rm --device cpu --dtype float32
         --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout {steps} --num-steps-per-rollout 2
         --rollout-max-response-len 4 --lr 1e-6 --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0
         --log-level error"""
-    with tempfile.TemporaryDirectory() as place:
-        given = ["--plugins", ",".join(plugins)] if plugins else []
-        train.run([*flags.split(), "--save", f"{place}/run", *given])
+    given = ["--plugins", ",".join(plugins)] if plugins else []
+    report = lambda _, seconds, cpu: reporter.send(seconds=seconds)  # noqa: E731
+    train_in_turns([*flags.split(), *given], reporter.wait, report)
 
 
 def main() -> None:

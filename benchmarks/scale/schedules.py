@@ -1,141 +1,97 @@
 """Steps a minute of the schedules, with responses of long-tailed lengths, and what partial rollouts gain.
 
-The real loop runs with every schedule; engine and trainer only take time (``simulated.py``), on a clock that jumps from event to
-event, because two cores cannot show two machines working at once. So the numbers say what waits for what, not how fast
-anything computes, and are the same on every machine. Run: ``python benchmarks/scale/schedules.py --save`` (a minute).
+``miles simulate`` runs the real loop with every schedule on a virtual clock, with one engine and one trainer, because two cores cannot show two
+machines working at once. So the numbers say what waits for what, not how fast anything computes, and are the same on every
+machine. Run: ``python benchmarks/scale/schedules.py --save`` (a minute).
 """
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import io
-import logging
-import statistics
+import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.measure import finish, installed, options
-from benchmarks.scale.simulated import COSTS, JumpingLoop
-from miles_core.config.load import load
-from miles_core.launch import launch
-from miles_core.observe.metrics import read
-from miles_core.run.prepare import apply_plan, prepare
-from miles_testing.toy import toy_arguments
+from miles_planner.simulation.simulation import simulate
 
-GROUPS, SAMPLES, STEPS, WARM_UP = 32, 8, 40, 5
-OVER = 40  # prompts asked for where more are asked for than needed
-
-PARTIAL = {"partial_rollout": True}
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "sync, over-sampling": {"over_sampling_batch_size": OVER},
-    "sync, over-sampling, partial": {"over_sampling_batch_size": OVER, **PARTIAL},
-    "ahead": {"schedule": "ahead"},
-    "ahead, over-sampling, partial": {"schedule": "ahead", "over_sampling_batch_size": OVER, **PARTIAL},
+#: Seconds of a decode step, whatever its batch.
+DECODE = 0.2
+FLAGS = {
+    "rollout-batch-size": 32,
+    "n-samples-per-prompt": 8,
+    "num-rollout": 40,
+    "warm-up-steps": 5,
+    "max-running-requests": 128,
+    "rollout-max-response-len": 1024,
+    "lengths": "lognormal:50,1.0",
+    "prompt-lengths": "constant:8",
+    "resolution": 1024,  # the driver counts every token
+    "engine-gpus": 1,
+    "trainer-gpus": 1,
+    "parameters": 1e9,
+    "cache-tokens": 1_000_000,
+    "prefill-seconds-per-token": DECODE / 200,
+    "train-seconds-per-token": 0.0016,
+    "sync-seconds": 2,
+}
+OVER = "--over-sampling-batch-size 40"
+STALENESS = (1, 2, 4)
+MODES = {
+    "sync": "",
+    "sync, over-sampling": OVER,
+    "sync, over-sampling, partial": f"{OVER} --partial-rollout",
+    "ahead": "--schedule ahead",
+    "ahead, over-sampling, partial": f"--schedule ahead {OVER} --partial-rollout",
     **{
-        f"async, staleness {n}, whole responses": {
-            "schedule": "async",
-            "max_weight_staleness": n,
-            "partial_rollout": False,
-        }
-        for n in (1, 2, 4)
+        f"async, staleness {n}, whole responses": f"--schedule async --max-weight-staleness {n} --no-partial-rollout"
+        for n in STALENESS
     },
     **{
-        f"async, staleness {n}, {stale}": {"schedule": "async", "max_weight_staleness": n, "stale_samples": stale}
-        for n in (1, 2, 4)
+        f"async, staleness {n}, {stale}": f"--schedule async --max-weight-staleness {n} --stale-samples {stale}"
+        for n in STALENESS
         for stale in ("drop", "train")
     },
 }
-
-WATCH = """
-import asyncio
-from miles_core.plugin import hookimpl
-
-@hookimpl
-def on_step(run):
-    run.state.setdefault("at", []).append(asyncio.get_running_loop().time())
-"""
-REWARD = "async def reward(args, sample):\n    return sample.index % 2\n"
+KEPT = ("trainer_busy", "engine_busy", "running", "length_mean", "staleness_mean", "staleness_max", "stale_tokens")
 
 
-class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
-    """Every event loop is one that jumps."""
-
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return JumpingLoop()
-
-
-def measure(directory: Path, **flags: Any) -> dict[str, Any]:
-    """One run: simulated seconds a step, who was busy, and how old the samples were."""
-    here = Path(__file__).parent
-    words = toy_arguments(
-        [str(here / "simulated.py"), str(directory / "watch.py")],
-        directory / "run",
-        STEPS,
-        runtime="simulated",
-        rollout_batch_size=GROUPS,
-        n_samples_per_prompt=SAMPLES,
-        rollout_max_response_len=COSTS.longest,
-        custom_rm_path=directory / "reward.py",
-        log_level="error",
-        **flags,
-    )
-    config = load(words)
-    plan, catalogue = prepare(config)
-    done = launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
-    at = done.run.state["at"]
-    whole, records = at[-1] - at[WARM_UP - 1], read(done.run.directory / "metrics.jsonl")[WARM_UP:]
-    return {
-        "steps_per_minute": round(60 * (STEPS - WARM_UP) / whole, 3),
-        "trainer_busy": round(done.parts[0].learner.busy / at[-1], 3),
-        "engine_busy": round(done.parts[0].engine.busy / COSTS.slots / at[-1], 3),
-        "length_mean": round(statistics.fmean(r["rollout/length_mean"] for r in records), 1),
-        "staleness_mean": round(statistics.fmean(r.get("rollout/staleness_mean", 0.0) for r in records), 3),
-        "staleness_max": max(r.get("rollout/staleness_max", 0.0) for r in records),
-        "stale_tokens": round(statistics.fmean(r.get("rollout/stale_tokens", 0.0) for r in records), 3),
-        "dropped_groups": sum(r.get("rollout/dropped_groups", 0.0) for r in records),
-    }
+def measure(flags: list[str]) -> dict[str, float]:
+    """Simulate one run; return its summary."""
+    summary = simulate(flags).summary()
+    kept = {name: round(summary[name], 3) for name in (*KEPT, "dropped_groups")}
+    return {"steps_per_minute": round(60 / summary["seconds_per_step"], 3), **kept}
 
 
 def main() -> None:
     chosen = options(__doc__).parse_args()
-    logging.disable(logging.WARNING)
-    asyncio.set_event_loop_policy(JumpingPolicy())
+    flags = [f"--{name}={value}" for name, value in FLAGS.items()]
     results: dict[str, Any] = {}
-    for name, flags in MODES.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
-            (directory / "watch.py").write_text(WATCH)
-            (directory / "reward.py").write_text(REWARD)
-            results[name] = measure(directory, **flags)
-        print(f"{name:36} {results[name]}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        curve = Path(directory) / "decode.json"
+        curve.write_text(json.dumps({"batches": [1, 128], "seconds": [DECODE, DECODE]}), encoding="utf-8")
+        for name, words in MODES.items():
+            results[name] = measure([*flags, f"--decode-curve={curve}", *words.split()])
+            print(f"{name:36} {results[name]}", file=sys.stderr, flush=True)
     rate = {name: found["steps_per_minute"] for name, found in results.items()}
     gains = {
         "ahead_over_sync": rate["ahead"] / rate["sync"],
         "async_over_sync": rate["async, staleness 1, drop"] / rate["sync"],
-        "async_whole_over_sync": rate["async, staleness 1, whole responses"] / rate["sync"],
         "partial_gain_in_sync": rate["sync, over-sampling, partial"] / rate["sync, over-sampling"],
         **{
             f"partial_gain_in_async_{n}": rate[f"async, staleness {n}, train"]
             / rate[f"async, staleness {n}, whole responses"]
-            for n in (1, 2, 4)
+            for n in STALENESS
         },
     }
     result = {
-        "clock": "simulated",
-        "costs": dataclasses.asdict(COSTS),
-        "groups": GROUPS,
-        "samples": SAMPLES,
-        "steps": STEPS - WARM_UP,
+        "flags": FLAGS,
+        "decode_seconds": DECODE,
         "modes": results,
         "gains": {name: round(value, 3) for name, value in gains.items()},
     }
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch"))
+    finish("schedules", result, chosen.save, lambda: installed("miles-core"))
 
 
 if __name__ == "__main__":

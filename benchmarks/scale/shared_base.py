@@ -207,8 +207,10 @@ def train(given: argparse.Namespace, checkpoint: Path, parameters: int) -> dict[
 
     from miles_testing import toy_run
 
-    for gpu in range(given.gpus if given.device == "cuda" else 0):
-        torch.cuda.reset_peak_memory_stats(gpu)
+    if given.device == "cuda":
+        torch.cuda.init()
+        for gpu in range(given.gpus):
+            torch.cuda.reset_peak_memory_stats(gpu)
     started = time.perf_counter()
     options = {**flags(given, checkpoint, given.steps), **PRECISION}
     done = toy_run(["lora", "int4"], **options)

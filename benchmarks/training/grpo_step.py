@@ -17,7 +17,6 @@ samples of 256 tokens. Both sides stay on the GPU while the other one works, and
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -37,39 +36,25 @@ MICRO_BATCH, GPU_MICRO_BATCH = 65536, 36000
 
 def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``miles train``, with the worker's flags, held before each step. The device's queue is empty when a step's time is taken."""
-    from miles_core import loop
-    from miles_core.cli import train
-    from miles_core.observe.metrics import read
+    from benchmarks.training.workload import train_in_turns
 
-    original, turn = loop.step, Steps(reporter, given.steps_a_turn)
-    count = given.prompts_a_step
+    turn, count = Steps(reporter, given.steps_a_turn), given.prompts_a_step
     reporter.send(versions=installed("miles-core", "torch", "transformers"))
 
-    with tempfile.TemporaryDirectory() as directory:
+    def report(record: dict[str, Any], seconds: float, _: float) -> None:
+        phases = {k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"}
+        gap = record["mismatch/abs_log_prob"]
+        turn.report(seconds=seconds, length=record["rollout/length_mean"], gap=gap, **phases)
 
-        async def timed_step(run: Any, *parts: Any) -> None:
-            await asyncio.to_thread(turn.wait)
-            started = time.perf_counter()
-            await original(run, *parts)
-            wait_for_device(given)
-            seconds = time.perf_counter() - started
-            record = read(run.directory / "metrics.jsonl")[-1]
-            phases = {
-                k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"
-            }
-            gap = record["mismatch/abs_log_prob"]
-            turn.report(seconds=seconds, length=record["rollout/length_mean"], gap=gap, **phases)
-
-        loop.step = timed_step
-        flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
-            --custom-rm-path {Path(__file__).with_name("workload.py")}:{"rm_odd" if given.gpu else "rm"} --save {directory}/run
-            --device {device_of(given)} --dtype {"bfloat16" if given.gpu else "float32"}
-            --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
-            --rollout-max-response-len {GPU_TOKENS if given.gpu else TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
-            --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
-            --use-dynamic-batch-size --max-tokens-per-gpu {given.micro_batch} --seed 0
-            --log-level warning"""
-        train.run([*flags.split(), *given.worker_flags.split()])
+    flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
+        --custom-rm-path {Path(__file__).with_name("workload.py")}:{"rm_odd" if given.gpu else "rm"}
+        --device {device_of(given)} --dtype {"bfloat16" if given.gpu else "float32"}
+        --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
+        --rollout-max-response-len {GPU_TOKENS if given.gpu else TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
+        --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
+        --use-dynamic-batch-size --max-tokens-per-gpu {given.micro_batch} --seed 0
+        --log-level warning"""
+    train_in_turns([*flags.split(), *given.worker_flags.split()], turn.wait, report, lambda: wait_for_device(given))
 
 
 def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any:

@@ -29,35 +29,26 @@ PROMPTS, SAMPLES, TOKENS, LR = 8, 8, 64, 1e-5
 CALLS = 50
 
 
-def run_options(checkpoint: str, directory: str) -> list[str]:
+def run_options(checkpoint: str) -> list[str]:
     """Options that both sides have."""
-    return f"""--hf-checkpoint {checkpoint} --save {directory} --device cpu --dtype float32 --plugins lora --lora-sync adapter --lora-rank 8
+    return f"""--hf-checkpoint {checkpoint} --device cpu --dtype float32 --plugins lora --lora-sync adapter --lora-rank 8
         --lora-target-modules all-linear --log-level warning --use-dynamic-batch-size --max-tokens-per-gpu 16384""".split()
 
 
 def work_with_train(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``miles train``, held before each step."""
-    from miles_core import loop
-    from miles_core.cli import train
-    from miles_core.observe.metrics import read
+    from benchmarks.training.workload import train_in_turns
 
-    original, turn = loop.step, Steps(reporter, given.steps_a_turn)
+    turn = Steps(reporter, given.steps_a_turn)
     reporter.send()
-    with tempfile.TemporaryDirectory() as directory:
 
-        async def timed_step(run: Any, *parts: Any) -> None:
-            await asyncio.to_thread(turn.wait)
-            started, cpu = time.perf_counter(), time.process_time()
-            await original(run, *parts)
-            seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-            record = read(run.directory / "metrics.jsonl")[-1]
-            turn.report(seconds=seconds, cpu=cpu, tokens=record["rollout/tokens"])
+    def report(record: dict[str, Any], seconds: float, cpu: float) -> None:
+        turn.report(seconds=seconds, cpu=cpu, tokens=record["rollout/tokens"])
 
-        loop.step = timed_step  # type: ignore[assignment]
-        flags = f"""--prompt-data {given.prompts} --input-key prompt --label-key label --custom-rm-path
-            {Path(__file__).with_name("workload.py")}:rm_odd --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout
-            {given.steps} --rollout-max-response-len {TOKENS} --lr {LR}""".split()
-        train.run([*run_options(given.checkpoint, f"{directory}/run"), *flags])
+    flags = f"""--prompt-data {given.prompts} --input-key prompt --label-key label --custom-rm-path
+        {Path(__file__).with_name("workload.py")}:rm_odd --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout
+        {given.steps} --rollout-max-response-len {TOKENS} --lr {LR}""".split()
+    train_in_turns([*run_options(given.checkpoint), *flags], turn.wait, report)
 
 
 def work_with_service(given: argparse.Namespace, reporter: Reporter) -> None:
@@ -146,7 +137,15 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         workload = make_workload(directory)
         checkpoint = str(workload.checkpoint)
         environment = os.environ | {"MILES_SERVE_TOKEN": "tml-benchmark", "OMP_NUM_THREADS": str(given.threads)}
-        command = [sys.executable, "-m", "miles_core", "serve", "--port=0", *run_options(checkpoint, f"{name}/serve")]
+        command = [
+            sys.executable,
+            "-m",
+            "miles_core",
+            "serve",
+            "--port=0",
+            *run_options(checkpoint),
+            f"--save={name}/serve",
+        ]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert server.stdout is not None
         lines = [server.stdout.readline() for _ in range(3)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,3 +84,36 @@ async def rm_odd(args: Any, sample: Any) -> float:
 async def rm(args: Any, sample: Any) -> float:
     """``letters`` as a custom reward."""
     return letters(sample.response)
+
+
+def train_in_turns(
+    flags: Sequence[str],
+    wait: Callable[[], None],
+    report: Callable[[dict[str, Any], float, float], None],
+    settle: Callable[[], None] = lambda: None,
+) -> None:
+    """Run ``miles train``, held before each step.
+
+    Args:
+        flags: of the run, without ``--save``.
+        wait: returns when the next step may start.
+        report: called after each step with its metrics, its seconds and its processor seconds.
+        settle: waits for the device, inside of the measured time.
+    """
+    from miles_core import loop
+    from miles_core.cli import train
+    from miles_core.observe.metrics import read
+
+    original = loop.step
+
+    async def timed_step(run: Any, *parts: Any) -> None:
+        await asyncio.to_thread(wait)
+        started, cpu = time.perf_counter(), time.process_time()
+        await original(run, *parts)
+        settle()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        report(read(run.directory / "metrics.jsonl")[-1], seconds, cpu)
+
+    loop.step = timed_step  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as directory:
+        train.run([*flags, "--save", f"{directory}/run"])

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm import grpo
-from miles_core.algorithm.groups import Groups, on_trained_tokens
-from miles_core.algorithm.objective import AdvantageInputs, Objective, local_sum
+from miles_core.algorithm.objective import AdvantageInputs, Groups, Objective, local_sum, on_trained_tokens
 from miles_core.errors import ConfigError
 
 

@@ -22,8 +22,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.groups import Groups, on_trained_tokens
-from miles_core.algorithm.objective import AdvantageInputs, Clip, Metrics, Objective, PolicyLossInputs, local_sum
+from miles_core.algorithm.objective import (
+    AdvantageInputs,
+    Clip,
+    Groups,
+    Metrics,
+    Objective,
+    PolicyLossInputs,
+    local_sum,
+    on_trained_tokens,
+)
 from miles_core.algorithm.ratio import advantages_of, fraction, log_ratio_of, ratio_metrics, ratio_of
 from miles_core.data.batch import expand, mask_counts
 

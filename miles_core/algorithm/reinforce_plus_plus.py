@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm import grpo
-from miles_core.algorithm.groups import Groups
-from miles_core.algorithm.objective import AdvantageInputs, Objective, local_sum
+from miles_core.algorithm.objective import AdvantageInputs, Groups, Objective, local_sum
 from miles_core.data.batch import Unmasked, expand
 
 WHITEN_EPS = 1e-8

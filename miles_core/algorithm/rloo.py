@@ -11,8 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from miles_core.algorithm import grpo
-from miles_core.algorithm.groups import Groups, on_trained_tokens
-from miles_core.algorithm.objective import AdvantageInputs, Objective
+from miles_core.algorithm.objective import AdvantageInputs, Groups, Objective, on_trained_tokens
 
 
 def advantage(inputs: AdvantageInputs) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from miles_core.data.column import FLOATS, TOKENS, Column, ColumnField, as_column, find_token_fault
-from miles_core.errors import describe
+from miles_core.errors import MilesError, describe
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +97,29 @@ class Request:
         if not isinstance(self.extras, set) or not self.extras <= set(declared):
             return f"extras {self.extras!r:.80}; expected a set with some of {', '.join(sorted(declared))}"
         return ""
+
+    def room(self, context: int) -> int:
+        """Return the number of tokens to generate: ``max_new_tokens``, or what a context of ``context`` tokens leaves after the prompt.
+
+        Raises:
+            MilesError: the prompt is empty or fills the context.
+        """
+        length = len(self.tokens)
+        if not length:
+            raise MilesError(f"request {self.key} has an empty prompt; give at least one token")
+        if length >= context:
+            raise MilesError(
+                f"the prompt of request {self.key} has {length} tokens and leaves no room in the context of {context}; shorten or filter "
+                "prompts, or raise the context length (--rollout-max-context-len, or the model's)"
+            )
+        return min(self.sampling.max_new_tokens, context - length)
+
+
+def check_scored(sequences: Sequence[Sequence[int]], context: int) -> None:
+    """Raise MilesError for a sequence to score that is empty or longer than ``context``."""
+    for i, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= context:
+            raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {context} are possible")
 
 
 @dataclass

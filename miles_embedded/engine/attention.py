@@ -8,6 +8,7 @@ per row. Scores and softmax are float32 for every model type.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -163,6 +164,23 @@ class PromptCall:
         slab = self.cache.prefixes.slab((kind, layer), entries.shape[1], entries.shape[3:], entries)
         first = int(self.slots[0])
         slab[first : first + self.count, :, : self.longest] = entries
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Computed prompts, packed one after the other.
+
+    Attributes:
+        call: the call of the prompts; additional layers that attend through it store their keys and values with the prompts'.
+        tokens: [n] ids.
+        positions: [n] index of each token in its prompt.
+        hidden: [n, hidden] after the last norm.
+    """
+
+    call: PromptCall
+    tokens: Tensor
+    positions: Tensor
+    hidden: Tensor
 
 
 class DecodeCall:

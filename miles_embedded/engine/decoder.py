@@ -17,7 +17,7 @@ from torch import Tensor
 
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
-from miles_embedded.engine.prompts import Prompts
+from miles_embedded.engine.attention import Prompts
 from miles_embedded.engine.row import Row
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_batch import StaticBatch

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
@@ -29,7 +29,7 @@ from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
 from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
-from miles_embedded.engine.runner import ForwardResult, Runner, check_lengths, chunks, move_items
+from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.step import StepEngine
@@ -105,7 +105,7 @@ class EmbeddedEngine(Engine, StepEngine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
     ) -> list[np.ndarray]:
-        check_lengths(sequences, self.max_context)
+        check_scored(sequences, self.max_context)
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
             self._weights.check()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from miles_core.data.media import Media
 from miles_core.errors import MilesError
+from miles_embedded.engine.attention import Prompts
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner, chunks, move_items
 
 

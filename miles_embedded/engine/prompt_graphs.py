@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
+from miles_embedded.engine.attention import Prompts
 from miles_embedded.engine.graphs import Graphs, check_gap
-from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptBatch, PromptShape, StaticPrompts, TooManyTokens

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
-from miles_embedded.engine.attention import DecodeCall, PromptCall
+from miles_embedded.engine.attention import DecodeCall, PromptCall, Prompts
 from miles_embedded.engine.cache import Cache, CachedRows
-from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.store import Store, to_device
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
@@ -57,13 +56,6 @@ def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -
         items[to] = items[source]
         items[to].slot = to
     del items[size:]
-
-
-def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
-    """Raise MilesError for a sequence to score that is empty or too long."""
-    for i, sequence in enumerate(sequences):
-        if not 0 < len(sequence) <= longest:
-            raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {longest} are possible")
 
 
 class Runner:

@@ -43,13 +43,7 @@ class Scheduler:
     def make_row(self, request: Request, future: asyncio.Future[Response]) -> Row:
         """Make the row of a valid request; MilesError if the request cannot be generated."""
         length, sampling = len(request.tokens), request.sampling
-        if not length:
-            raise MilesError(f"request {request.key} has an empty prompt; give at least one token")
-        if length >= self.max_context:
-            raise MilesError(
-                f"the prompt of request {request.key} has {length} tokens and leaves no room in the context of "
-                f"{self.max_context}; shorten or filter prompts, or raise the context length"
-            )
+        room = request.room(self.max_context)
         if find_token_fault(request.tokens, self.vocab):
             bad = next(t for t in request.tokens if not 0 <= t < self.vocab)
             raise MilesError(
@@ -67,7 +61,7 @@ class Scheduler:
             request,
             future,
             length,
-            min(length + sampling.max_new_tokens, self.max_context),
+            length + room,
             eos | frozenset(sampling.stop_token_ids) if sampling.stop_token_ids else eos,
             text=StopText(self.decode, sampling.stop) if sampling.stop else None,
         )

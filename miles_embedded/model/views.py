@@ -177,13 +177,8 @@ def sources(model: nn.Module) -> dict[str, Tensor]:
     return _without_ties(model)[0]
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the names that a checkpoint omits because of shared storage: omitted name -> stored name."""
-    return _without_ties(model)[1]
-
-
 def _without_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ``sources`` and ``tied_names``."""
+    """Return ``sources``, and the names that a checkpoint omits because of shared storage: omitted name -> stored name."""
     state = model.state_dict(keep_vars=True)
     declared = {
         f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")

@@ -136,14 +136,13 @@ def needed_rows(batch: Batch, targets: Ints | None = None) -> Ints:
     return needed
 
 
-def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, list[int]]]:
-    """Return the cost of each group: (samples, rows of the trunk, additional rows per sample), without samples that train nothing."""
-    needed = needed_rows(batch)
-    return _list_groups(needed, *_build_tree(batch, needed, share))
-
-
 def _list_groups(needed: Ints, trunk_of: Ints, shared: Ints, order: Ints) -> list[tuple[list[int], int, list[int]]]:
-    """Return ``row_counts`` from the needed rows and the results of ``_build_tree``."""
+    """Return the cost of each group: (samples, rows of the trunk, additional rows per sample), without samples that train nothing.
+
+    Args:
+        needed: as of ``needed_rows``.
+        trunk_of, shared, order: the results of ``_build_tree``.
+    """
     found: dict[int, tuple[list[int], int, list[int]]] = {}
     for t, s, i in zip(trunk_of.tolist(), shared.tolist(), order.tolist(), strict=True):
         members, _, own = found.setdefault(t, ([], s, []))

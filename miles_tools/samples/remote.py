@@ -20,9 +20,9 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import join_parts, part_files
-from miles_tools.samples.process import SHARE
+from miles_tools.samples.process import SHARE, name_failures
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, as_text, count_tokens, divide, make_row
-from miles_workers.object_reader import ObjectReader, ReaderEnded, open_reader
+from miles_workers.object_reader import ObjectReader, open_reader
 from miles_workers.object_ref import Stored
 from miles_workers.remote_sample import Run, is_reference, pack_run, split_runs
 from miles_workers.remote_tokens import RemoteTokens
@@ -127,7 +127,7 @@ class RemoteWriters:
         while len(self._readers) < len(shares):
             self._readers.append(open_reader(_stored(listed), WRITER))
         files, busy = part_files(part, len(shares)), self._readers[: len(shares)]
-        try:
+        with name_failures():
             for reader, share, file in zip(busy, shares, files, strict=True):
                 reader.send((file, step, share, secrets(os.environ)))
             del share
@@ -138,12 +138,6 @@ class RemoteWriters:
                 if (unknown := reader.receive()) is not None:
                     reader.send(self.texts.fetch(unknown))
                     reader.receive()
-        except ReaderEnded as ended:
-            raise MilesError(
-                f"the process that saves samples {ended}; resume the run, or resume it with --no-save-rollouts"
-            ) from ended
-        except MilesError as error:
-            raise MilesError(f"the process that saves samples failed: {error}") from error
         join_parts(files)
 
     def close(self) -> None:

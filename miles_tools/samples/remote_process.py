@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from miles_tools.samples.files import MEDIA
-from miles_tools.samples.media import store_media
-from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
+from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of, store_media
 from miles_workers.remote_sample import StoredGroup, unpack_run
 from miles_workers.remote_tokens import RemoteTokens, StoredTokens
 

@@ -20,10 +20,21 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, join_parts, part_files, read_file, rollout_files
-from miles_tools.samples.media import forget_media, store_media
-from miles_tools.samples.process import SHARE, Message, WriterProcess
+from miles_tools.samples.process import SHARE, WRITER, Message, name_failures
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
-from miles_tools.samples.rows import JoinedRows, Pieces, Row, count_tokens, divide, make_row, pack, response_of
+from miles_tools.samples.rows import (
+    JoinedRows,
+    Pieces,
+    Row,
+    count_tokens,
+    divide,
+    forget_media,
+    make_row,
+    pack,
+    response_of,
+    store_media,
+)
+from miles_workers.object_reader import LocalReader
 from miles_workers.remote_sample import RemoteSample, is_reference
 
 if TYPE_CHECKING:
@@ -60,7 +71,8 @@ class SampleSaver:
         self._pieces = Pieces(tokenizer)
         self._sizes: dict[tuple[int, str], int] = {}
         self._limit_logged = self._checked = False
-        self._processes: list[WriterProcess] = []
+        self._processes: list[LocalReader] = []
+        self._sent: list[int] = []  # numbers of token texts that each process has received
         self._remote = RemoteWriters(self._pieces, writers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._pending: Future[None] | None = None
@@ -176,7 +188,7 @@ class SampleSaver:
         self._thread.shutdown()
         for process in self._processes:
             process.close()
-        self._processes = []
+        self._processes, self._sent = [], []
         self._remote.close()
         if pending is not None:
             pending.result()
@@ -189,16 +201,18 @@ class SampleSaver:
     def _write_elsewhere(self, part: Path, rows: Sequence[Row], count: int) -> None:
         """Write rows to ``part`` with ``count`` processes; each compresses a part of them."""
         while len(self._processes) < count:
-            self._processes.append(WriterProcess())
+            self._processes.append(LocalReader(WRITER))
+            self._sent.append(0)
         shares = [rows[share] for share in divide([count_tokens(row) for row in rows], count)]
         files = part_files(part, len(shares))
         busy = self._processes[: len(shares)]
-        for process, share, file in zip(busy, shares, files, strict=True):
-            pieces = dict(islice(self._pieces.items(), process.known, None))
-            process.known += len(pieces)
-            process.send(Message(file, JoinedRows.of(share), pieces, secrets(os.environ)))
-        for process in busy:
-            process.wait()
+        with name_failures():
+            for number, (process, share, file) in enumerate(zip(busy, shares, files, strict=True)):
+                pieces = dict(islice(self._pieces.items(), self._sent[number], None))
+                self._sent[number] += len(pieces)
+                process.send(Message(file, JoinedRows.of(share), pieces, secrets(os.environ)))
+            for process in busy:
+                process.receive()
         join_parts(files)
 
     def _check(self) -> None:

@@ -30,11 +30,12 @@ class Coverage:
         self._marked: dict[str, tuple[int, tuple[Tensor, ...], Tensor, Tensor]] = {}
         draw = torch.Generator().manual_seed(20)
         seen: set[tuple[int, tuple[int, ...]]] = set()
-        for name, parameter in model.named_parameters():
-            memory = (parameter.data_ptr(), tuple(parameter.shape))
-            if parameter.numel() and parameter.device.type != "meta" and memory not in seen:
-                seen.add(memory)
-                self._mark(name, parameter, draw)
+        with torch.device("cpu"):  # an engine may have made its GPU the default, which the generator does not take
+            for name, parameter in model.named_parameters():
+                memory = (parameter.data_ptr(), tuple(parameter.shape))
+                if parameter.numel() and parameter.device.type != "meta" and memory not in seen:
+                    seen.add(memory)
+                    self._mark(name, parameter, draw)
 
     def _mark(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
         numbers = _as_integers(parameter)

@@ -57,6 +57,8 @@ class DeviceMemory:
         )
         pointer, handle = ctypes.c_uint64(), _Handle()
         with torch.cuda.device(self._index):
+            # makes torch's context of this GPU current in this thread, which may not have used it yet
+            torch.cuda.current_stream().synchronize()
             _call(f"{nbytes:,} bytes of GPU memory", "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
             self._pointer = pointer
             try:

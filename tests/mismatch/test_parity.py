@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import MilesError
 from miles_core.mismatch.parity import check, measure, probes
-from miles_core.mismatch.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, bounded
-from miles_formats import FormatCodec
 from miles_fp8.format import Fp8
 from miles_fp8.layout import CODES, SCALES
 
@@ -111,23 +108,3 @@ def test_a_run_is_stopped_before_its_first_step(toy_run, monkeypatch, tmp_path, 
     with pytest.raises(MilesError, match=f"{side} embedded quantises fp8 weights differently"):
         toy_run(rollout_fp8=True, train_fp8=True, emulate_precision=True, directory=tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoints/*"))
-
-
-def test_the_projection_lies_on_the_grid_and_leaves_the_rest():
-    name, other = "model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
-    weight, codec = torch.randn(128, 256, dtype=torch.bfloat16), FormatCodec(Fp8(power_of_two_scales=True))
-    before = weight.clone()
-    found = project(codec, WeightUnit({name: weight, other: weight[0]})).tensors
-    assert torch.equal(weight, before) and found[other] is not weight and torch.equal(found[other], weight[0])
-    assert found[name].dtype == torch.bfloat16
-    assert torch.equal(found[name].float(), codec.format.dequantize(codec.format.quantize(weight)))
-    again = project(codec, WeightUnit({name: found[name]})).tensors[name]
-    assert torch.equal(again, found[name])  # exact in BF16 with power-of-two scales
-
-
-def test_what_is_projected_is_the_same_for_a_backend_that_reads_it_in_float32():
-    name, codec = "model.layers.0.mlp.down_proj.weight", FormatCodec(Fp8(power_of_two_scales=False))
-    weight = torch.randn(128, 256)
-    found = project(codec, WeightUnit({name: weight})).tensors[name]
-    copy = project(codec, WeightUnit({name: weight.bfloat16()})).tensors[name]
-    assert found.dtype == torch.float32 and torch.equal(found, copy.float())

@@ -11,7 +11,7 @@ from miles_embedded import routed_blocks
 from miles_embedded.model.load import build_empty
 from miles_embedded.testing.families import FAMILIES
 from miles_experts.bias import NAMES, correction_biases, update_biases
-from miles_experts.families import WITH_BIAS
+from miles_experts.review import WITH_BIAS
 
 RATE = 0.01
 

@@ -63,7 +63,7 @@ plugin = Plugin(
     ),
     hooks={
         "algorithm.advantage_estimator == gdpo": "miles_objectives.gdpo:RewardParts",
-        "objectives.kl_target": "miles_objectives.kl_hooks:AdaptiveKl",
+        "objectives.kl_target": "miles_objectives.adaptive_kl:AdaptiveKl",
     },
     panels=(
         Panel(

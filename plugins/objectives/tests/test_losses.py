@@ -1,12 +1,14 @@
 """Each loss and its gradient, compared with formulas written in Python floats and finite differences."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from miles_core.trainer import AdvantageInputs, Clip, PolicyLossInputs
 from miles_objectives import dppo, dro, gmpo, sapo
+from miles_objectives.config import ObjectivesConfig
 from miles_objectives.gdpo import gdpo
 
 #: Three responses of 3, 1 and 4 tokens, with two tokens that are not trained.
@@ -88,6 +90,28 @@ def test_masked_tokens_and_extreme_ratios_are_finite(loss, reference):
     found.sum().backward()
     assert found.isfinite().all() and now.grad.isfinite().all()
     assert found[2] == found[7] == now.grad[2] == now.grad[7] == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values"),
+    [
+        (gmpo.make_gmpo, "gmpo_clip", (0.1, 0.4)),
+        (sapo.make_sapo, "sapo_tau_positive", (1.0, 3.0)),
+        (sapo.make_sapo, "sapo_tau_negative", (1.0, 3.0)),
+        (dppo.make_dppo, "dppo_divergence", ("tv", "kl")),
+        (dppo.make_dppo, "dppo_threshold", (0.4, 0.9)),
+        (dro.make_dro, "dro_beta", (0.3, 3.0)),
+    ],
+)
+def test_each_option_reaches_its_loss(make, name, values):
+    def compute(value):
+        # the first token's probability rises by 0.412, which is a divergence (kl) of 0.418
+        options = ObjectivesConfig(**{"dppo_threshold": 0.415, name: value})
+        config = SimpleNamespace(plugin=lambda plugin: options)
+        objective = make(SimpleNamespace(config_of=lambda policy: config), None)
+        return objective.policy_loss(inputs_of(torch.tensor(NOW, dtype=torch.float64)), Clip())[0]
+
+    assert not torch.equal(*map(compute, values))
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import CheckpointError, ConfigError, StateKey, config_facts, model_facts, moe_layers
+from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
@@ -24,13 +23,13 @@ from miles_sglang.images import ImageReader
 from miles_sglang.link import Link
 from miles_sglang.memory import default_share
 from miles_sglang.process import ProcessLink
-from miles_sglang.responses import Routing, Translator
+from miles_sglang.responses import Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedServer, share
 from miles_sglang.spawn import EARLY, Spawned
-from miles_workers import Restarts, worker_name
+from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -57,8 +56,6 @@ _EXACT = "MILES_TRUE_ON_POLICY"
 SERVERS = StateKey[dict[str, SharedServer]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
-#: Field of the experts that the engine chose; the plugin that replays them declares it.
-ROUTED_EXPERTS = "rollout_routed_experts"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
 #: sizes; SGLang compiles those on first use and caches them on disk.
 PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
@@ -79,7 +76,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
 
     checkpoint, directory = policy.hf_checkpoint, log_file_of(run).parent
     # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
-    check_blocks(_text_config(Path(checkpoint)), codec_of(config.rollout.precision))
+    check_blocks(language_config(checkpoint), codec_of(config.rollout.precision))
     choices = _choices(run, policy)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
@@ -98,7 +95,7 @@ def environment_of(run: Any, policy: Any) -> dict[str, str | None] | None:
     choices = _choices(run, policy)
     if choices.url:
         return None
-    return _environment(choices, _text_config(Path(policy.hf_checkpoint)))
+    return _environment(choices, language_config(policy.hf_checkpoint))
 
 
 def _choices(run: Any, policy: Any) -> Choices:
@@ -180,7 +177,7 @@ def assemble(
         codec_of, processor: precision -> codec, for ``SglangEngine.rebuild``, and processor of images; None without.
         shared: the SGLangs that several engines use, by base and choices; None if this engine receives whole weights.
     """
-    config = _text_config(Path(checkpoint))
+    config = language_config(checkpoint)
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
     connect = partial(_connect, choices, served, context, config, directory, early)
@@ -323,24 +320,10 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     return waits | {"model_path": str(model), "load_format": "dummy"}
 
 
-def _text_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the language model's keys of ``config.json``; ``text_config`` overrides the top level."""
-    try:
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
-
-
 def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
     if not choices.arguments.get("enable_return_routed_experts"):
         return None
-    facts = {f.name: f.value for f in config_facts(config)}
-    layers = moe_layers(config)
-    if not layers:
-        return None
-    return Routing(ROUTED_EXPERTS, choices.routed_dtype, int(facts["model.layers"]), layers, int(facts["model.top_k"]))
+    return Routing.of(config, choices.routed_dtype)
 
 
 def _device(asked: str) -> str:

@@ -73,11 +73,6 @@ def server_fields() -> list[dict[str, Any]]:
     return [field for field in listed if field["name"] not in OWN]
 
 
-def table_version() -> str:
-    """Return the SGLang version that ``server_args.json`` was generated from."""
-    return str(json.loads(TABLE.read_text(encoding="utf-8"))["sglang"])
-
-
 def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
     """Return a dataclass field whose empty default (None, empty string or tuple) means SGLang's default."""
     name, kind = field["name"], field["type"]

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from miles_core.data import Encoded
-from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.plugin import MilesError, SyncError, WorkerLost
+from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
+from miles_core.plugin import MilesError, SyncError
 from miles_formats import Format, Quantizer
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import make_quantizer
@@ -25,7 +25,7 @@ from miles_sglang.formats import loads_in_place
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.settings import Settings
 from miles_sglang.update_result import check_accepted, check_coverage
-from miles_workers import EngineLost, Renewal
+from miles_workers import Renewal
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class SglangEngine(Engine):
         self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
-        self._renewal = Renewal("SGLang", self._spend, self._renew)
+        self._renewal = Renewal(self, "SGLang", settings.restarts, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
         self._adapter = ServedAdapter(lambda endpoint, body: self.link.call(endpoint, body), settings.weights_dir)
 
@@ -176,10 +176,7 @@ class SglangEngine(Engine):
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
         self._check_usable()
-        limit = self.settings.translator.max_context
-        for i, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= limit:
-                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
+        check_scored(sequences, self.settings.translator.max_context)
         shown = media or [()] * len(sequences)
         return list(await asyncio.gather(*map(self._score, sequences, shown)))
 
@@ -256,12 +253,6 @@ class SglangEngine(Engine):
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
         """``Link.call``, repeated after a restart if SGLang dies during the call."""
         return await self._renewal.retry(lambda: self.link.call(endpoint, body))
-
-    def _spend(self, lost: EngineLost) -> None:
-        """Count one restart of SGLang. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
-        if self.resend is None:
-            raise WorkerLost("", lost.cause, lost.lines) from lost
-        self.settings.restarts.spend(WorkerLost("sglang", lost.cause, lost.lines))
 
     async def _renew(self) -> None:
         """Restart SGLang, send it the learner's weights, and restore the pause mode."""
@@ -342,7 +333,7 @@ class SglangEngine(Engine):
             self._dead = True
             if self._renewal.here:
                 raise
-            self._spend(lost)
+            self._renewal.spend(lost)
             raise SyncError(f"SGLang died while it loaded version {version} of the weights: {lost.cause}") from lost
 
     def _update_method(self) -> Literal["in_place", "via_disk", "restart"]:

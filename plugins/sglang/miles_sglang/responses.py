@@ -15,37 +15,12 @@ from miles_core.engine import Request, Response, Sampling
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 from miles_sglang.images import ImageReader
+from miles_workers import ROUTED_EXPERTS, Routing
 
 _NOTHING = np.zeros(0, np.float32)
 
 #: Maximum size of a sampling support if the request has no top-k; SGLang requires a finite top-k to return supports.
 SUPPORT_CAP = 4096
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Converts SGLang's record of routed experts to a column.
-
-    Attributes:
-        field: name of the column.
-        dtype: dtype of the column.
-        layers: number of layers of the model.
-        moe_layers: indices of the MoE layers.
-        top_k: experts per token.
-    """
-
-    field: str
-    dtype: str
-    layers: int
-    moe_layers: tuple[int, ...]
-    top_k: int
-
-    def column(self, routes: NDArray[Any]) -> NDArray[Any]:
-        """Convert a flattened record [tokens - 1, layers, top_k] to [tokens - 1, MoE layers, top_k]; dense layers are dropped."""
-        record = routes.reshape(-1, self.layers, self.top_k)
-        if len(self.moe_layers) < self.layers:
-            record = record[:, list(self.moe_layers)]
-        return record.astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,7 +50,7 @@ class Translator:
     @property
     def fields(self) -> set[str]:
         """Names of the extra fields that requests may ask for."""
-        return {r.field for r in (self.routing,) if r} | ({SAMPLING_SUPPORT.name} if self.supports else set())
+        return ({ROUTED_EXPERTS} if self.routing else set()) | ({SAMPLING_SUPPORT.name} if self.supports else set())
 
     def body(self, request: Request, rid: str) -> dict[str, Any]:
         """Return the body of ``generate`` for a request with the id ``rid``.
@@ -83,14 +58,6 @@ class Translator:
         Raises:
             MilesError: the prompt is empty or too long, or the engine does not record a requested field.
         """
-        if not request.tokens:
-            raise MilesError("a request has an empty prompt; there is nothing to continue")
-        room = self.max_context - len(request.tokens)
-        if room < 1:
-            raise MilesError(
-                f"a prompt of {len(request.tokens)} tokens leaves no room to generate: the context is {self.max_context} "
-                "tokens (--rollout-max-context-len, or the model's)"
-            )
         if unknown := sorted(request.extras - self.fields):
             raise MilesError(
                 f"SGLang does not record {unknown[0]}; with these options it records {', '.join(sorted(self.fields)) or 'nothing'}"
@@ -98,10 +65,10 @@ class Translator:
         return {
             "rid": rid,
             "input_ids": list(request.tokens),
-            "sampling_params": self._sampling(request, min(request.sampling.max_new_tokens, room)),
+            "sampling_params": self._sampling(request, request.room(self.max_context)),
             "return_logprob": True,
             "return_sampling_mask": SAMPLING_SUPPORT.name in request.extras,
-            "return_routed_experts": self.routing is not None and self.routing.field in request.extras,
+            "return_routed_experts": self.routing is not None and ROUTED_EXPERTS in request.extras,
             **self._images(request.tokens, request.media),
         }
 
@@ -174,9 +141,8 @@ class Translator:
         versions = self._versions(answer, count, finish)
         count = len(versions)
         extras = self._extras(request, answer, count)
-        name = self.routing.field if self.routing else ""
-        if name in extras:  # a request aborted between two steps may have one token more than recorded rows
-            count = min(count, len(extras[name]) + 1 - len(request.tokens))
+        if ROUTED_EXPERTS in extras:  # a request aborted between two steps may have one token more than recorded rows
+            count = min(count, len(extras[ROUTED_EXPERTS]) + 1 - len(request.tokens))
         tokens = tokens[:count]
         support = SAMPLING_SUPPORT.name in request.extras
         found = columns.get("support_log_probs" if support else "log_probs", _NOTHING)
@@ -209,9 +175,9 @@ class Translator:
         extras: dict[str, Any] = {}
         if SAMPLING_SUPPORT.name in request.extras:
             extras[SAMPLING_SUPPORT.name] = list(answer.supports()[:count])
-        if self.routing is not None and self.routing.field in request.extras and "routes" in answer.columns:
+        if self.routing is not None and ROUTED_EXPERTS in request.extras and "routes" in answer.columns:
             rows = self.routing.column(answer.columns["routes"])
-            extras[self.routing.field] = rows[: len(request.tokens) + count - 1]
+            extras[ROUTED_EXPERTS] = rows[: len(request.tokens) + count - 1]
         return extras
 
     def _metrics(self, request: Request, meta: Mapping[str, Any], extras: dict[str, Any]) -> dict[str, float]:

@@ -9,6 +9,8 @@ import pytest
 from miles_core.config.load import load
 from miles_formats import Codec
 from miles_sglang import build
+from miles_sglang.choices import Choices
+from miles_testing import tiny_checkpoint
 
 
 @pytest.mark.parametrize(("worker", "below"), [("", "sglang"), ("engine-1", "sglang/engine-1")])
@@ -27,3 +29,14 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     )
     run.plan = SimpleNamespace(holds=lambda expression: False)
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below
+
+
+def test_the_files_of_updates_are_in_the_directory_of_the_option(tmp_path):
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "model")
+
+    def directory_of(weights_dir):
+        choices = Choices(device="cpu", url="http://localhost:1", weights_dir=weights_dir)
+        return build.assemble(checkpoint, Codec(), str, tmp_path, choices).settings.weights_dir
+
+    assert directory_of(None) == tmp_path / "weights"
+    assert directory_of(tmp_path / "elsewhere") == tmp_path / "elsewhere"

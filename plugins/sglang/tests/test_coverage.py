@@ -120,6 +120,13 @@ def test_a_parameter_in_other_memory_was_written() -> None:
     assert "lm_head.weight" not in coverage.finish(model, ignored_parameters(model))
 
 
+def test_an_engine_may_set_another_default_device() -> None:
+    model = Model()
+    with torch.device("meta"):  # as vLLM sets its GPU while it loads weights
+        coverage = Coverage(model)
+    assert "lm_head.weight" in coverage.finish(model)
+
+
 def test_a_tied_head_that_the_model_has_apart_is_loaded_at_every_update() -> None:
     model = Model(tied=True)
     for _ in range(3):

@@ -16,8 +16,9 @@ from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError
 from miles_sglang import inside, retraction
 from miles_sglang.answers import Answer
-from miles_sglang.responses import Routing, Translator
+from miles_sglang.responses import Translator
 from miles_sglang.retraction import VERSIONS, TokenVersions
+from miles_workers import ROUTED_EXPERTS, Routing
 
 
 def request(count: int, prompt: int = 2, **more: Any) -> Any:
@@ -125,11 +126,11 @@ def answer(tokens: int, versions: list[int] | None, finish: str, rows: int = 0) 
 
 
 def test_responses_have_a_span_for_each_version() -> None:
-    asked = Request([1, 2], Sampling(9), key=0, extras={"routed"})
-    routing = Routing("routed", "int32", 1, (0,), 1)
+    asked = Request([1, 2], Sampling(9), key=0, extras={ROUTED_EXPERTS})
+    routing = Routing("int32", 1, (0,), 1)
     translator = Translator(str, 64, 9, routing=routing, versioned=True)
     found = translator.response(asked, answer(5, [3, 3, 4, 4, 8], "stop", rows=6), 9)
-    assert found.weight_versions == [(0, 3), (2, 4), (4, 8)] and len(found.extras["routed"]) == 6
+    assert found.weight_versions == [(0, 3), (2, 4), (4, 8)] and len(found.extras[ROUTED_EXPERTS]) == 6
     found = translator.response(asked, answer(5, [3, 3, 4, 4, 8], "abort", rows=4), 9)  # one row less than tokens
     assert found.weight_versions == [(0, 3), (2, 4)] and len(found.tokens) == len(found.log_probs) == 3
     waiting = translator.response(asked, answer(5, None, "abort"), 9)  # aborted in SGLang's queue

@@ -10,7 +10,8 @@ from urllib.error import HTTPError
 import pytest
 
 from miles_core.plugin import ConfigError, MilesError, PlanError
-from miles_telemetry import contents
+from miles_telemetry import contents, mlflow, otel, trackio
+from miles_telemetry.config import TelemetryConfig
 from miles_telemetry.mlflow import RUN_ID, MLflow
 from miles_telemetry.otel import Traces
 from miles_telemetry.prometheus import Prometheus, render
@@ -121,6 +122,26 @@ def test_a_server_that_goes_away_does_not_end_the_run(tmp_path, client, caplog):
     assert "MLflow did not receive the metrics of step 3 (ConnectionError: the server is away)" in caplog.text
 
 
+def run_with(tmp_path, **options):
+    config = types.SimpleNamespace(telemetry=TelemetryConfig(**options), args=types.SimpleNamespace(lr=0.1))
+    return types.SimpleNamespace(config=config, directory=tmp_path, at_end=[])
+
+
+def test_use_mlflow_makes_a_run_in_its_experiment_that_the_end_of_the_run_ends(tmp_path, client):
+    assert mlflow.make_sink(run_with(tmp_path)) is None and client.calls == []
+    run = run_with(tmp_path, use_mlflow=True, mlflow_experiment="mine")
+    sink = mlflow.make_sink(run)
+    assert client.calls[0] == ("experiment of mine", tmp_path.name) and run.at_end == [sink.end]
+
+
+def test_trackio_project_names_the_project(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=lambda **named: calls.append(named)))
+    assert trackio.make_sink(run_with(tmp_path)) is None and calls == []
+    trackio.make_sink(run_with(tmp_path, use_trackio=True, trackio_project="mine"))
+    assert calls[0]["project"] == "mine"
+
+
 def test_the_text_for_prometheus():
     text = render({"train/grad_norm": 0.5, "train.grad norm": 9.0}, 7, 'my "run"')
     assert text.splitlines()[:2] == ["# TYPE miles_step gauge", 'miles_step{run="my \\"run\\""} 7']
@@ -208,6 +229,18 @@ def test_a_trace_has_phases_and_requests_below_the_step(spans):
     assert request.finish - request.start == pytest.approx(0.4e9, rel=1e-3)
     traces.write(2, {"time/step": 1.0})
     assert [span.name for span in spans[3:]] == ["step 2"]
+    traces.close()
+
+
+def test_use_otel_observes_the_clock_of_the_run(tmp_path, spans, monkeypatch):
+    assert otel.make_sink(run_with(tmp_path)) is None
+    exporter = types.SimpleNamespace(OTLPSpanExporter=object)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", exporter)
+    observers = []
+    run = run_with(tmp_path, use_otel=True)
+    run.clock = types.SimpleNamespace(observe=observers.append)
+    traces = otel.make_sink(run)
+    assert observers == [traces.observe]
     traces.close()
 
 

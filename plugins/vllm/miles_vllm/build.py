@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.plugin import CheckpointError, config_facts, model_facts, moe_layers
+from miles_core.plugin import model_facts
 from miles_formats import Codec, make_codec
 from miles_formats.convert import layout
 from miles_vllm import plugin, receiver
 from miles_vllm.config import read_args
 from miles_vllm.engine import Settings, VllmEngine
-from miles_vllm.requests import Routing, Translator
-from miles_workers import Restarts, worker_name
+from miles_vllm.requests import Translator
+from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
 
-#: Column of the routed experts.
-ROUTED_EXPERTS = "rollout_routed_experts"
 #: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
 BESIDE, ALTERNATING = 0.4, 0.8
 #: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
@@ -99,7 +96,7 @@ def assemble(
         directory: the run directory.
         choices: how to start vLLM.
     """
-    config = _text_config(Path(checkpoint))
+    config = language_config(checkpoint)
     context = choices.max_context or int(config["max_position_embeddings"])
     described, model = layout(checkpoint, codec), {"model": str(checkpoint)}
     if not described.stored:  # the checkpoint is quantised, and the first sync sends the dequantised weights
@@ -173,21 +170,9 @@ def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
 
 
 def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
-    layers = moe_layers(config)
-    if not layers or not choices.arguments.get("enable_return_routed_experts"):
+    if not choices.arguments.get("enable_return_routed_experts"):
         return None
-    facts = {f.name: f.value for f in config_facts(config)}
-    return Routing(ROUTED_EXPERTS, choices.routed_dtype, int(facts["model.layers"]), layers)
-
-
-def _text_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the language model's keys of ``config.json``; ``text_config`` overrides the top level."""
-    try:
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return Routing.of(config, choices.routed_dtype)
 
 
 def _device(asked: str) -> str:

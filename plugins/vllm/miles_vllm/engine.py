@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from miles_core.data import Encoded
-from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.plugin import MilesError, MismatchError, SyncError, WorkerLost
+from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
+from miles_core.plugin import MilesError, MismatchError, SyncError
 from miles_vllm import host
 from miles_vllm.calls import Call, Calls
 from miles_vllm.requests import SCORING, Translator
@@ -76,7 +76,7 @@ class VllmEngine(Engine):
         self.capabilities = settings.capabilities
         self._process: LocalProcess | None = None
         self._calls = Calls(lambda number: self._ask("abort", number))
-        self._renewal = Renewal("vLLM", self._spend, self._renew)
+        self._renewal = Renewal(self, "vLLM", settings.restarts, self._renew)
         self._sender = Sender(settings.bucket_bytes, settings.device)
         self._version, self._usable, self._paused, self._lost, self._checked = -1, False, False, False, False
 
@@ -99,9 +99,9 @@ class VllmEngine(Engine):
         self._usable, self._paused = self._version < 0 and given.arguments.get("load_format") != "dummy", False
         self._process = self._start_process(str(given.directory), given.name, "info")
         try:
-            made = self._call("make", host.NAME, dict(given.arguments), dict(given.environment))
+            made = self.call("make", host.NAME, dict(given.arguments), dict(given.environment))
             await asyncio.wait_for(made, given.startup_timeout)
-            await self._call("expect", [*given.names], given.tied, given.layers)
+            await self.call("expect", [*given.names], given.tied, given.layers)
         except TimeoutError:
             await self.stop()
             late = f"vLLM was not ready within {given.startup_timeout:g} s (--vllm-startup-timeout)"
@@ -123,7 +123,7 @@ class VllmEngine(Engine):
             await process.kill()
         self._sender.close()
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         """Call a method of ``Host``. Raises EngineLost if the process has ended."""
         if self._process is None:
             raise MilesError("vLLM is not running: the engine was not started, or was stopped")
@@ -136,25 +136,19 @@ class VllmEngine(Engine):
         return last_lines(self.settings.directory, self.settings.name)
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """``_call``, repeated after a restart if vLLM dies during the call."""
-        return await self._renewal.retry(lambda: self._call(method, *args))
-
-    def _spend(self, lost: EngineLost) -> None:
-        """Count one restart. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
-        if self.resend is None:
-            raise WorkerLost("", lost.cause, lost.lines) from lost
-        self.settings.restarts.spend(WorkerLost("vllm", lost.cause, lost.lines))
+        """``call``, repeated after a restart if vLLM dies during the call."""
+        return await self._renewal.retry(lambda: self.call(method, *args))
 
     async def _renew(self) -> None:
         """Restart vLLM, send it the learner's weights, and pause it again if it was paused."""
-        assert self.resend is not None  # otherwise ``_spend`` has raised
+        assert self.resend is not None  # otherwise ``spend`` has raised
         paused = self._paused
         async with self._calls.hold():
             await self.stop()
             await self._launch()
             await self.resend()
             if paused:
-                await self._call("pause")
+                await self.call("pause")
             self._paused = paused
 
     # -- generation -----------------------------------------------------------------------------------------------
@@ -176,7 +170,7 @@ class VllmEngine(Engine):
         """Send a request. Returns None if it was lost because vLLM died, and vLLM has been restarted."""
         times, call.sent = self._renewal.times, True
         try:
-            return await self._call("generate", call.number, [*request.tokens], parameters)
+            return await self.call("generate", call.number, [*request.tokens], parameters)
         except EngineLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
@@ -195,10 +189,7 @@ class VllmEngine(Engine):
             raise MilesError(f"vLLM can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
         self._check_usable()
-        limit = self.settings.translator.max_context
-        for i, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= limit:
-                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
+        check_scored(sequences, self.settings.translator.max_context)
         return list(await asyncio.gather(*map(self._score, sequences)))
 
     async def _score(self, sequence: Sequence[int]) -> np.ndarray:
@@ -268,12 +259,12 @@ class VllmEngine(Engine):
                     raise
                 await self.stop()
                 self._usable, self._lost = False, True
-                self._spend(lost)
+                self._renewal.spend(lost)
                 raise SyncError(f"vLLM died while it loaded version {version} of the weights: {lost.cause}") from lost
 
     async def _deliver(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Send one message to vLLM's workers."""
-        answer = await self._call("receive", message, version, last)
+        answer = await self.call("receive", message, version, last)
         if "error" in answer:
             self._usable = self._usable and bool(message.get("staged"))
             raise (SyncError if answer["corrupt"] else MilesError)(answer["error"])

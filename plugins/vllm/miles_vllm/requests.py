@@ -6,36 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from miles_core.engine import Request, Response
 from miles_core.plugin import MilesError
+from miles_workers import ROUTED_EXPERTS, Routing
 
 #: Largest temperature that vLLM accepts.
 HOTTEST = 2.0
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Converts vLLM's record of routed experts to a column.
-
-    Attributes:
-        field: name of the column.
-        dtype: dtype of the column.
-        layers: number of layers of the model.
-        moe_layers: indices of the MoE layers.
-    """
-
-    field: str
-    dtype: str
-    layers: int
-    moe_layers: tuple[int, ...]
-
-    def column(self, routes: NDArray[Any]) -> NDArray[Any]:
-        """Return a record [tokens - 1, layers, top_k], whose dense layers are dropped if it has them."""
-        if routes.shape[1] == self.layers > len(self.moe_layers):
-            routes = routes[:, list(self.moe_layers)]
-        return routes.astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -58,15 +34,7 @@ class Translator:
         Raises:
             MilesError: the prompt is empty or too long, or the engine does not record a requested field.
         """
-        if not request.tokens:
-            raise MilesError("a request has an empty prompt; there is nothing to continue")
-        room = self.max_context - len(request.tokens)
-        if room < 1:
-            raise MilesError(
-                f"a prompt of {len(request.tokens)} tokens leaves no room to generate: the context is {self.max_context} "
-                "tokens (--rollout-max-context-len, or the model's)"
-            )
-        fields = {self.routing.field} if self.routing else set[str]()
+        fields = {ROUTED_EXPERTS} if self.routing else set[str]()
         if unknown := sorted(request.extras - fields):
             raise MilesError(
                 f"vLLM does not record {unknown[0]}; with these options it records {', '.join(fields) or 'nothing'}"
@@ -79,7 +47,7 @@ class Translator:
                 f"vLLM samples at temperatures up to {HOTTEST:g}, not {sampling.temperature:g}; use --engine embedded"
             )
         return {
-            "max_tokens": min(sampling.max_new_tokens, room),
+            "max_tokens": request.room(self.max_context),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -93,11 +61,11 @@ class Translator:
     def response(self, request: Request, answer: Mapping[str, Any], version: int) -> Response:
         """Convert vLLM's answer to a response that ``version`` of the weights sampled."""
         tokens, extras, routing = answer["tokens"], dict[str, Any](), self.routing
-        if routing is not None and routing.field in request.extras and answer["routes"] is not None:
+        if routing is not None and ROUTED_EXPERTS in request.extras and answer["routes"] is not None:
             rows = routing.column(answer["routes"])
             # a request that is aborted between two steps may have more tokens than recorded rows
             tokens = tokens[: max(len(rows) + 1 - len(request.tokens), 0)]
-            extras[routing.field] = rows[: len(request.tokens) + len(tokens) - 1]
+            extras[ROUTED_EXPERTS] = rows[: len(request.tokens) + len(tokens) - 1]
         ids = tokens.tolist()
         text, stop = self.detokenize(ids), answer["matched"]
         if stop is not None and stop in text:

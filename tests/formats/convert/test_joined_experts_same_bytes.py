@@ -12,7 +12,6 @@ from miles_core.cli import main as cli
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError
 from miles_core.mismatch.parity import real_layer
-from miles_core.mismatch.projection import project
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import install
@@ -222,20 +221,6 @@ def test_a_layer_left_alone_travels_expert_by_expert_like_the_others(checkpoint)
     experts = {n: f for n, f in sent.items() if ".experts." in n and n.endswith("_proj.weight")}
     assert len(experts) == 2 * EXPERTS * 3
     assert {(f, "layers.0." in n) for n, f in experts.items()} == {("", True), ("fp8", False)}
-
-
-def test_what_is_projected_keeps_the_familys_layout(checkpoint):
-    codec = codec_for(format_class("fp8"), load(["--rollout-precision", "fp8"]), str(checkpoint))
-    model = load_model(checkpoint, "float32")
-    for unit in export(model):
-        before = {n: t.clone() for n, t in unit.tensors.items()}
-        found = project(codec, unit).tensors
-        assert list(found) == list(before) and all(torch.equal(t, before[n]) for n, t in unit.tensors.items())
-        for n, tensor in found.items():
-            for e in codec.experts(n, tuple(tensor.shape)):
-                copy = e.of(before[n][e.index]).bfloat16()
-                value = codec.format.dequantize(codec.format.quantize(copy)).bfloat16().float()
-                assert torch.equal(e.of(tensor[e.index]), value)
 
 
 def test_the_parity_probe_is_of_an_expert_where_only_experts_are_quantised(checkpoint):

@@ -7,7 +7,7 @@ import os
 from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_tools.samples.files import read_rollouts
-from miles_tools.samples.media import forget_media, store_media
+from miles_tools.samples.rows import forget_media, store_media
 from miles_tools.samples.saver import SampleSaver
 
 
