@@ -60,7 +60,7 @@ SOUND = {
 }
 
 
-def named(run):
+def find_names(run):
     """Return the names of the hints that a run's metrics lead to."""
     known = hints_of(discover().values(), run.run.plan.holds)
     return {advice.hint.name: str(advice) for advice in review(run.metrics, known)}
@@ -81,7 +81,7 @@ def start(directory, plugin="", reward="", plugins=(), **options):
 def test_a_planted_trouble_is_named(hint, tmp_path):
     plugin, reward, options = PLANTED[hint]
     run = start(tmp_path, plugin, reward, **options)
-    found = named(run)
+    found = find_names(run)
     assert hint in found
     assert found[hint] in (run.directory / "run.log").read_text()
 
@@ -89,4 +89,4 @@ def test_a_planted_trouble_is_named(hint, tmp_path):
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_run_has_none_of_them(name, tmp_path):
     run = start(tmp_path, steps=12, **SOUND[name])
-    assert not named(run).keys() & PLANTED.keys()
+    assert not find_names(run).keys() & PLANTED.keys()
