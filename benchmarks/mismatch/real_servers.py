@@ -72,6 +72,10 @@ _WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers"
 _CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64, **_ONE_SECTION}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_ONE_SECTION}
 _OTHER_ROPE = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_UNCAPPED = {
+    "final_logit_softcapping": None,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # SGLang reads both names of the activation
 #: Faults of every server.
 COMMON = (
     Fault("sound", ""),
