@@ -108,7 +108,6 @@ FAULTS = {
         Fault("window ignored", "sliding window is ignored", sizes=_WINDOW, config={"use_sliding_window": False}),
         Fault("raw log-probs", "raw log-probs", server=("--logprobs-mode", "raw_logprobs"), words=COLD),
         Fault("penalty of the server", "a penalty", entries={"repetition_penalty": 1.5, "do_sample": True}),
-        Fault("top-p of the server", "that top-p 0.7 keep", entries={"top_p": 0.7, "do_sample": True}),
         Fault("min-p of the server", "another distribution", entries={"min_p": 0.2, "do_sample": True}),
     ),
 }
