@@ -91,17 +91,12 @@ COMMON = (
         "softcap ignored", "softcap of the output logits", "gemma2", _CAPPED, config={"final_logit_softcapping": None}
     ),
 )
-_CHAT = ("--url-model", "served")
 FAULTS = {
     "sglang": (
         *COMMON,
-        Fault("sound, OpenAI interface", "", words=_CHAT),
+        Fault("sound, OpenAI interface", "", words=("--url-model", "served")),
         Fault("window ignored", "sliding window is ignored", sizes=_WINDOW),
         Fault("raw log-probs", "raw log-probs", variables={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, words=COLD),
-        Fault(
-            "penalty of the server", "a penalty", entries={"repetition_penalty": 1.5, "do_sample": True}, words=_CHAT
-        ),
-        Fault("min-p of the server", "another distribution", entries={"min_p": 0.2, "do_sample": True}, words=_CHAT),
     ),
     "vllm": (
         *COMMON,
