@@ -37,7 +37,8 @@ MEGATRON_TESTS ?= $(addprefix plugins/megatron/tests/test_,$(addsuffix .py,devic
 	plugins/fp8/tests/test_kernel_together.py plugins/fp8/tests/test_row_codes.py plugins/fp8/tests/test_tiles.py plugins/r3/tests/test_operation.py tests/embedded/kernels tests/workers/transport/test_checksum.py::test_the_kernel_copies_and_adds_up
 SGLANG_TESTS ?= plugins/sglang/tests/test_contract.py plugins/sglang/tests/test_lora.py \
 	plugins/sglang/tests/test_manifest.py::test_the_table_is_that_of_the_installed_sglang \
-	plugins/sglang/tests/test_manifest.py::test_the_architectures_are_those_of_the_installed_sglang
+	plugins/sglang/tests/test_manifest.py::test_the_architectures_are_those_of_the_installed_sglang \
+	plugins/sglang/tests/test_manifest.py::test_families_whose_routes_the_installed_sglang_does_not_record_are_refused
 # With the run's own Transformers, and SGLang's for its processes only.
 SGLANG_IMAGE_TESTS ?= plugins/sglang/tests/test_images.py::test_a_real_sglang_computes_what_the_embedded_engine_computes
 # Which tests: without the slow ones, or all ('thorough or not thorough'). SLOW_PART=K/N adds a part of the slow ones.

@@ -71,7 +71,8 @@ class LearnerGroup(LearnerHandle):
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         await self.check_learns(samples)
-        divided = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
+        options = self.run.config_of(self.policy).train
+        divided = split_by_replica(samples, options, self.replicas, self.policy.version)
         sent = [self.ranks.share(pack_shard(shard)) for shard in divided]
         async with self.memory.train():
             answers = await self._gather(lambda number, world: self._learn(number, sent[world.replica], step))

@@ -78,7 +78,20 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128}),
     "falcon_h1": ("FalconH1Config", {**_TEXT, **_MAMBA, "head_dim": 64}),
     "lfm2": ("Lfm2Config", {**_TEXT, "layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **{**_TEXT, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+            **{"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        },
+    ),
 }
+#: Sides with layers that keep a state between tokens.
+HYBRIDS = ("qwen3_next", "falcon_h1", "lfm2", "lfm2_moe")
+
+
+#: Metric of r3: share of tokens for which the trainer would choose other experts.
+_DIFFER = "r3/tokens_differing"
 
 
 def write_model(side: str, directory: Path, tiny: bool) -> None:
@@ -146,10 +159,11 @@ def python_path(given: argparse.Namespace, scratch: Path) -> str:
 def flags_of(side: str, given: argparse.Namespace, place: Path, shadow: str) -> list[str]:
     """The command line of a run."""
     rows = 8 * given.prompts
+    plugins = "tis,r3" if given.r3 and "num_experts" in SIDES[side][1] else "tis"
     flags = f"""--hf-checkpoint {place / "model"} --save {place / "run"} --engine {given.engine} --dtype {given.dtype} --device {given.device}
         --prompt-data {place / "prompts.jsonl"} --input-key prompt --label-key label --custom-rm-path {place / "reward.py"}:rm
         --rollout-batch-size {given.prompts} --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps}
-        --lr 1e-5 --max-running-requests {rows} --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed 0 --plugins tis
+        --lr 1e-5 --max-running-requests {rows} --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed 0 --plugins {plugins}
         --rollout-max-context-len {given.tokens + 256} --verify-logprobs --verify-logprobs-tolerance 1 --save-interval {given.steps}"""
     if "vision_config" in SIDES[side][1]:
         flags += " --media --apply-chat-template --train-vision-tower"
@@ -162,7 +176,7 @@ def flags_of(side: str, given: argparse.Namespace, place: Path, shadow: str) -> 
                 --sglang-mem-fraction-static 0.6 --sglang-disable-prefill-cuda-graph"""
         if "vision_config" in SIDES[side][1] and given.device == "cuda":
             flags += " --sglang-mm-attention-backend sdpa"
-        if side in ("qwen3_next", "falcon_h1", "lfm2"):
+        if side in HYBRIDS:
             flags += f" --sglang-max-mamba-cache-size {4 * rows}"
     return flags.split()
 
@@ -187,6 +201,7 @@ def measure(side: str, given: argparse.Namespace, scratch: Path) -> dict[str, An
         **{"exit": code, "steps": len(steps)},
         "gap": [float(f"{row['mismatch/abs_log_prob']:.3g}") for row in steps],
         "largest gap": max((row["mismatch/abs_log_prob_max"] for row in steps), default=None),
+        **({"tokens with other experts": max(each)} if (each := [r[_DIFFER] for r in steps if _DIFFER in r]) else {}),
         "rewards": [round(row["reward/mean"], 4) for row in steps],
         **{n: round(statistics.median(r[n] for r in late), 4) for n in ("time/step", "time/rollout") if late},
     }
@@ -210,6 +225,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--limit", type=float, default=500, help="seconds of a run")
     parser.add_argument("--most", type=float, default=0.1, help="largest mean gap of a step, in nats")
+    parser.add_argument("--r3", action="store_true", help="replay the routes of sides with experts")
     parser.add_argument("--tiny", action="store_true", help="images with four features")
     return parser.parse_args()
 
@@ -219,7 +235,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(given.jobs) as pool:
         scratch = Path(directory)
         (scratch / "metadata").mkdir()
-        checkout.register(scratch / "metadata", ["sglang", "tis"])
+        checkout.register(scratch / "metadata", ["sglang", "tis", "r3"])
         for side in given.sides:  # one after the other: they draw from one generator
             (scratch / side).mkdir()
             write_model(side, scratch / side / "model", given.tiny)
@@ -228,7 +244,7 @@ def main() -> int:
         runs = {side: pool.submit(measure, side, given, scratch) for side in given.sides}
         found = {side: run.result() for side, run in runs.items()}
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    result = {"gpu": gpu, "engine": given.engine, "dtype": given.dtype, "steps": given.steps, "sides": found}
+    result = {"gpu": gpu, **{name: getattr(given, name) for name in ("engine", "dtype", "steps", "r3")}, "sides": found}
     finish("sglang_models", result, given.save, lambda: installed("torch", "transformers"), given.engine)
     bad = [
         side for side, row in found.items() if row["exit"] or row["steps"] < given.steps or max(row["gap"]) > given.most

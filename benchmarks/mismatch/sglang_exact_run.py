@@ -4,6 +4,9 @@ Random BF16 models (``checkpoints.py``), a process for each run. Sides: a mixtur
 dense model, and the mixture without the mode, with SGLang's own kernels and CUDA graphs. Reported are the largest
 ``mismatch/abs_log_prob_max`` of all steps, how far the policy moved, and medians of the second half of the steps. Runs that go on at the same
 time share the GPU, so compare times of runs with ``--jobs 1``. The exit code is 1 when a gap is not 0.0, or a run of the mode did not end.
+
+With ``--partial`` responses have random lengths and continue under new weights (``--partial-rollout``). The largest gap is then that of the
+tokens that the trained weights generated, and the exit code is also 1 when no step has tokens of older weights, or a sample tokens of two versions.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from benchmarks.engine.checkpoints import VOCABULARY, make_model
 from benchmarks.measure import finish, installed, options
 from benchmarks.scale import checkout
+from miles_core.api import samples
 
 #: Side -> model, plugins, prompts of a step (8 samples each).
 SIDES = {
@@ -47,6 +51,9 @@ def flags_of(side: str, given: argparse.Namespace, place: Path) -> list[str]:
         --lr 1e-5 --max-running-requests {8 * prompts} --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed 0
         --rollout-max-context-len {given.tokens + 64} --sglang-attention-backend triton --sglang-sampling-backend pytorch
         --sglang-moe-runner-backend triton --sglang-mem-fraction-static 0.6 --sglang-max-total-tokens 65536"""
+    if given.partial:
+        stops = ",".join(map(str, range(2, VOCABULARY, given.tokens // 4)))  # lengths differ
+        flags += f" --partial-rollout --over-sampling-batch-size {2 * prompts} --rollout-stop-token-ids {stops}"
     return flags.split()
 
 
@@ -67,13 +74,22 @@ def measure(side: str, given: argparse.Namespace, place: Path) -> dict[str, Any]
             code = -1
     path = directory / "metrics.jsonl"
     steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    gaps = [s["mismatch/abs_log_prob_max"] for s in steps if "mismatch/abs_log_prob_max" in s]
+    name = "mismatch/current_abs_log_prob" if given.partial else "mismatch/abs_log_prob"
+    gaps = [s[f"{name}_max"] for s in steps if f"{name}_max" in s]
     late = steps[len(steps) // 2 :]
     found: dict[str, Any] = {
-        **{"exit": code, "steps": len(gaps), "largest gap": max(gaps, default=None)},
-        "mean gap": statistics.fmean(s["mismatch/abs_log_prob"] for s in steps if "mismatch/abs_log_prob" in s)
-        if gaps
-        else None,
+        **{
+            "exit": code,
+            "steps": len(steps),
+            "largest gap": max(gaps, default=None),
+            "steps with current tokens": len(gaps),
+        },
+        "mean gap": statistics.fmean(s[name] for s in steps if name in s) if gaps else None,
+        **(
+            {"older tokens": share_of_older(steps), "samples of two versions": count_mixed(directory)}
+            if given.partial
+            else {}
+        ),
         **{n: round(statistics.median(s[n] for s in late if n in s), 4) for n in _TIMES if any(n in s for s in late)},
         "rewards": [round(s["reward/mean"], 4) for s in steps if "reward/mean" in s][-2:],
     }
@@ -87,8 +103,25 @@ def measure(side: str, given: argparse.Namespace, place: Path) -> dict[str, Any]
     return found
 
 
+def share_of_older(steps: list[dict[str, Any]]) -> float:
+    """Mean share of trained tokens that older weights generated."""
+    return statistics.fmean(s.get("rollout/stale_tokens", 0.0) for s in steps) if steps else 0.0
+
+
+def count_mixed(directory: Path) -> int:
+    """Number of trained samples with tokens of several weight versions."""
+    return sum(len({v for _, v in sample["weight_versions"]}) > 1 for sample in samples(directory))
+
+
+def is_exact(row: dict[str, Any], given: argparse.Namespace) -> bool:
+    """Whether a run of the mode completed its steps with a gap of 0.0, and with ``--partial`` had what it is about."""
+    complete = row["exit"] == 0 and row["steps"] == given.steps and row["largest gap"] == 0.0
+    return complete and (not given.partial or (row["older tokens"] > 0 and row["samples of two versions"] > 0))
+
+
 def main() -> int:
     parser = options(__doc__)
+    parser.add_argument("--partial", action="store_true", help="continue unfinished responses under new weights")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
@@ -109,10 +142,9 @@ def main() -> int:
         runs = {side: pool.submit(measure, side, given, place) for side in given.sides}
         found = {side: run.result() for side, run in runs.items()}
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    result = {"gpu": gpu, "steps": given.steps, "jobs": given.jobs, "sides": found}
+    result = {"gpu": gpu, "steps": given.steps, "jobs": given.jobs, "partial": given.partial, "sides": found}
     finish("sglang_exact_run", result, given.save, lambda: installed("torch", "transformers", "sglang"))
-    exact = [row for side, row in found.items() if "without" not in side]
-    return int(any(row["exit"] or row["largest gap"] != 0.0 or row["steps"] < given.steps for row in exact))
+    return int(not all(is_exact(row, given) for side, row in found.items() if "without" not in side))
 
 
 if __name__ == "__main__":

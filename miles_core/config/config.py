@@ -85,6 +85,11 @@ class Config:
     def schema(self) -> Schema:
         return self._schema
 
+    @property
+    def trains_on_older(self) -> bool:
+        """Whether samples may have tokens of older weights than the trained ones."""
+        return self.run.schedule != "sync" or bool(self.rollout.partial_rollout)
+
     def group(self, table: str) -> Any:
         """Return the dataclass instance of a table of core or of a plugin."""
         if table not in self._groups:

@@ -50,6 +50,12 @@ RULES: tuple[Rule, ...] = (
         "and rollout.custom_generate_function_path == none and rollout.generate == turn and rollout.generate_key == none",
     ),
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
+    Rule(
+        "data.label_key",
+        "the reward compares a response with the label of its prompt; name its column",
+        when="reward.rm_type in {exact, boxed, f1, math} and data.prompts == file and rollout.generate == turn "
+        "and rollout.custom_generate_function_path == none",
+    ),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
     Rule("rollout.generate == turn", "a sample has one rollout function", when="rollout.custom_generate_function_path"),
     Rule(

@@ -96,6 +96,10 @@ class Batch:
         assert isinstance(found, Tensor), f"{name} is ragged"
         return found
 
+    def find_column(self, name: str) -> Tensor | None:
+        """Return a dense column, [T, ...]; None if it is absent."""
+        return self.column(name) if name in self.columns else None
+
     @property
     def rollout_log_probs(self) -> Tensor:
         """[T] log-probabilities of the engine; zeros if no token of the batch is trained, because samples may then lack them."""

@@ -26,6 +26,8 @@ class Field:
         shape: trailing shape of a row; ``None`` entries are arbitrary but equal within a batch, e.g. ``(None, None)``.
         ragged: rows are lists of different length (``shape`` must be empty).
         required: a finished sample without the field is an error (otherwise the column is absent or padded).
+        newest: if several requests of a response report the row of a token, the last one counts: it was computed with the weights that
+            generated the tokens after it. Otherwise the first one counts.
         label: short description for users (a row of the mismatch budget); defaults to the name.
     """
 
@@ -37,6 +39,7 @@ class Field:
     ragged: bool = False
     required: bool = False
     label: str = ""
+    newest: bool = False
 
     def __post_init__(self) -> None:
         if self.ragged and self.shape:

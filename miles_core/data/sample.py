@@ -14,6 +14,8 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from miles_core.data.column import FLOATS, MASK, TOKENS, Column, ColumnField, as_column
 from miles_core.data.field import Field
 from miles_core.data.media import Media
@@ -171,6 +173,13 @@ class Sample:
             own: Column = self.loss_mask
             return own
         return Column(MASK, bytes([not self.remove_sample]) * self.response_length)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Weight version of each response token, int64 [response_length]; -1 before the first recorded one."""
+        starts = np.array([index for index, _ in self.weight_versions], np.int64)
+        versions = np.array([-1, *(version for _, version in self.weight_versions)], np.int64)
+        return versions[np.searchsorted(starts, self.prompt_length + np.arange(self.response_length), side="right")]
 
     def reward_value(self, key: str | None = None) -> float:
         """Return the scalar reward; ``key`` selects an entry of a dict reward. Raises DataError if there is none."""

@@ -26,7 +26,6 @@ from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
 from miles_core.mismatch.probe import ProbePrompt, bare, probe, probe_prompts
-from miles_core.rollout.continuation import partial_rollout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -86,7 +85,7 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.decode)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
-    older = trains_on_older(run)
+    older = run.config.trains_on_older
     if last is None:
         await write_budget(run, parts, await probe(run, parts, run.state[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
@@ -193,11 +192,6 @@ def check_movement(
             f"{what}; look at the transport, and compare with another (--transport copy)"
         )
     return moved if error < KNOWN else None
-
-
-def trains_on_older(run: Run) -> bool:
-    """Return whether samples may be older than the trained weights, that is, the schedule is not core's ``sync``."""
-    return run.config.run.schedule != "sync" or partial_rollout(run.config)
 
 
 async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> None:

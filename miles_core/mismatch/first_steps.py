@@ -24,7 +24,6 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch.at_sync import trains_on_older
 from miles_core.mismatch.scorer import precisions
 from miles_core.mismatch.tolerance import tolerance
 
@@ -69,7 +68,7 @@ class FirstSteps:
         if key in self._done:
             return
         version = parts.policy.version
-        stamped = not trains_on_older(self._run)  # engines without versions of tokens: all are current
+        stamped = not self._run.config.trains_on_older  # engines without versions of tokens: all are current
         pairs = [(s, m) for s in samples if (m := find_current(s, version, stamped)) is not None]
         chosen = _choose(pairs)
         if not chosen:

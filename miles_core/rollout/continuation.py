@@ -219,8 +219,11 @@ def first_tokens(response: Response, count: int, declared: Sequence[Field]) -> R
 
 def _join_rows(name: str, parts: Sequence[Response], declared: Sequence[Field]) -> Any:
     """Concatenate the rows of a field. Rows aligned to the response are appended; if several parts report the same row of another
-    field, the earliest part wins."""
-    aligned = next((spec.align for spec in declared if spec.name == name), "response")
+    field, the earliest part wins, or the last one if the field is declared ``newest``."""
+    spec = next((spec for spec in declared if spec.name == name), None)
+    aligned = spec.align if spec else "response"
+    if aligned != "response" and spec and spec.newest:
+        parts = parts[::-1]
     merged = parts[0].extras[name]
     for part in parts[1:]:
         more = part.extras[name] if aligned == "response" else part.extras[name][len(merged) :]

@@ -15,13 +15,20 @@ def drop_earlier_rows(turn: Turn) -> None:
     """Remove from ``turn.response.extras`` the rows that an earlier turn of the same policy on its path reported.
 
     Fields with one row per token of the conversation (``token`` and ``token-1``) keep the rows from the last token of that turn on; other fields
-    are unchanged. Samples are assembled from all turns of their path, so they are the same.
+    are unchanged. Samples are assembled from all turns of their path, so they are the same. After an update of the weights a turn keeps all rows,
+    because fields declared ``newest`` need them.
     """
     before = turn.path[:-1]
     earlier = next((one for one in reversed(before) if one.policy == turn.policy), None)
-    if earlier is None:
+    if earlier is None or _newer_weights(earlier, turn):
         return
     extras = turn.response.extras
     for name, rows in extras.items():
         if len(rows) >= turn.end - 1 and name in earlier.response.extras:
             extras[name] = copy.copy(rows[earlier.end - 1 :])  # a copy, so that the others are freed
+
+
+def _newer_weights(earlier: Turn, turn: Turn) -> bool:
+    """Whether the weights changed between the last token of ``earlier`` and the last one of ``turn``."""
+    before, after = (one.response.weight_versions[-1:] for one in (earlier, turn))
+    return [version for _, version in before] != [version for _, version in after]

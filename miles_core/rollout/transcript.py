@@ -310,22 +310,25 @@ def _describe_cut(sample: Sample, turn: Turn, count: int) -> str:
 
 
 def _assemble(spec: Field, sample: Sample, turns: list[Turn]) -> Any:
-    """Align the rows of a field that ``turns`` report with the sample; rows that no turn reports hold the pad value."""
+    """Align the rows of a field that ``turns`` report with the sample; rows that no turn reports hold the pad value. If several turns report a
+    row, the earliest one wins, or the last one if the field is declared ``newest``."""
     total = rows(spec, len(sample.tokens), sample.response_length)
     shift = {"response": -sample.prompt_length, "token-1": -1}.get(spec.align, 0)  # rows end with their turn
     extras = [(turn.end + shift, turn.response.extras[spec.name]) for turn in turns]
     reported = [(0 if spec.align == "sample" else end - len(values), values) for end, values in extras]
+    written = reported if spec.newest else reported[::-1]
     if spec.ragged:
         pieces: list[Any] = [np.zeros(0, spec.dtype)] * total
-        for start, values in reversed(reported):  # if several turns report a row, the earliest one wins
+        for start, values in written:
             pieces[start : start + len(values)] = [np.asarray(row, spec.dtype) for row in values]
         return pieces
-    arrays = [(start, np.asarray(values, spec.dtype)) for start, values in reported]
+    arrays = [(start, np.asarray(values, spec.dtype)) for start, values in written]
     if len(arrays) == 1 and arrays[0][0] == 0 and len(arrays[0][1]) == total:
         return arrays[0][1]  # usual case: a single turn reports every row
 
     shape = next((a.shape[1:] for _, a in arrays if len(a)), arrays[0][1].shape[1:])
     out = np.full((total, *shape), spec.pad, spec.dtype)
-    for start, array in reversed([pair for pair in arrays if len(pair[1])]):
-        out[start : start + len(array)] = array
+    for start, array in arrays:
+        if len(array):
+            out[start : start + len(array)] = array
     return out

@@ -21,10 +21,7 @@ def trained_versions(sample: Sample) -> np.ndarray:
     no versions."""
     if not sample.weight_versions:
         return np.zeros(0, np.int64)
-    starts = np.array([index for index, _ in sample.weight_versions])
-    versions = np.array([version for _, version in sample.weight_versions], np.int64)
-    tokens = sample.prompt_length + np.flatnonzero(sample.mask)
-    return versions[np.searchsorted(starts, tokens, side="right") - 1]
+    return sample.versions[np.flatnonzero(sample.mask)]
 
 
 def age(sample: Sample, version: int) -> int:

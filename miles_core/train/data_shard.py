@@ -55,19 +55,23 @@ class DataShard:
         step_of: index of the optimizer step of each sample.
         count: number of optimizer steps, equal on all replicas.
         positions: index of each sample in the rollout.
+        version: version of the trainer's weights.
     """
 
     samples: list[Sample]
     step_of: list[int]
     count: int
     positions: list[int]
+    version: int
 
 
-def split_by_replica(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[DataShard]:
+def split_by_replica(
+    samples: Sequence[Sample], options: TrainOptions, replicas: int, version: int = 0
+) -> list[DataShard]:
     """Split samples into one share per replica. Groups stay whole, and all shares have the same number of optimizer steps."""
     step_of, count = optimiser_steps(samples, options)
     return [
-        DataShard([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
+        DataShard([samples[i] for i in mine], [step_of[i] for i in mine], count, mine, version)
         for mine in divide_samples(samples, step_of, replicas)
     ]
 

@@ -25,6 +25,7 @@ from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Pass, Trainer
 from miles_core.data.batch import Batch, add, as_floats, collate
+from miles_core.data.current import CURRENT, current_tokens
 from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError
@@ -102,6 +103,8 @@ class Learner:
         """
         self.run.step, self.held = step, 0
         batch = self._batch(shard.samples)
+        if self.config.trains_on_older:
+            batch.columns[CURRENT] = current_tokens(shard.samples, shard.version)
         steps = [[i for i, number in enumerate(shard.step_of) if number == n] for n in range(shard.count)]
         metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
@@ -299,7 +302,8 @@ class Learner:
                 batch.columns["old_log_probs"] = self.trainer.log_probs(batch, "old")["log_probs"]
             old = batch.column("old_log_probs")
             if "rollout_log_probs" in batch.columns:
-                add(metrics, as_floats(engine_gap(old, batch.column("rollout_log_probs"), batch.mask)))
+                rollout = batch.column("rollout_log_probs")
+                add(metrics, as_floats(engine_gap(old, rollout, batch.mask, batch.find_column(CURRENT))))
         if (options.kl_coef or options.kl_loss_coef) and not self._has_column(batch, "ref_log_probs"):
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 

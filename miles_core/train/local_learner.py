@@ -41,7 +41,8 @@ class LocalLearner(LearnerHandle):
         await self.check_learns(samples)
         steps, count = optimiser_steps(samples, self.rank.config.train)
         async with self.memory.train(), self._turn:
-            pairs, tokens = self.rank.learn(DataShard([*samples], steps, count, [*range(len(samples))]), step)
+            shard = DataShard([*samples], steps, count, [*range(len(samples))], self.policy.version)
+            pairs, tokens = self.rank.learn(shard, step)
         return self.record_learned(Learned(means(pairs), count, tokens), step)
 
     async def is_intact(self) -> bool:

@@ -27,6 +27,7 @@ from miles_core.algorithm.ratio import engine_gap, kl_estimate, masked_sum
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
+from miles_core.data.current import CURRENT
 from miles_core.errors import MilesError
 from miles_core.train.correction import correction_inputs, refuse_sum
 
@@ -42,7 +43,7 @@ class PolicyLoss:
     times the token's weight. A correction weights only the policy gradient.
 
     It reads the columns ``loss_mask``, ``advantages`` and ``loss_weight``, and if present ``old_log_probs``, ``correction``,
-    ``ref_log_probs`` and ``rollout_log_probs``. Without ``old_log_probs`` the policy is its own old policy: the rollout has a single
+    ``ref_log_probs``, ``rollout_log_probs`` and ``CURRENT``. Without ``old_log_probs`` the policy is its own old policy: the rollout has a single
     optimiser step.
 
     Args:
@@ -88,7 +89,7 @@ class PolicyLoss:
         # a weighted mean over the step's tokens, independent of the split into micro-batches
         metrics["train/loss"] = (value.detach(), batch.column("loss_weight").sum())
         if "rollout_log_probs" in columns and ("old_log_probs" not in columns or options.use_rollout_logprobs):
-            metrics |= engine_gap(current.detach(), batch.column("rollout_log_probs"), mask)
+            metrics |= engine_gap(current.detach(), batch.column("rollout_log_probs"), mask, batch.find_column(CURRENT))
         return Loss(value, metrics)
 
 

@@ -106,8 +106,7 @@ def _trl(found: Translation, values: Values, words: list[str]) -> list[str]:
         else _without(words, "--num-steps-per-rollout")
     )
     if not {"--rm-type", "--custom-rm-path"} & set(words):
-        words += ["--rm-type", "math"]
-        found.notes.append("no reward is named: --rm-type math is for answers of mathematics")
+        words = _judge_by_math(found, words, "solution")
     if "lora_r" in values and values.get("use_peft", "true").lower() in ("false", "0"):
         words = _without(words, "--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-modules")
     if "use_peft" in values and "--lora-rank" not in words and values["use_peft"].lower() not in ("false", "0"):
@@ -126,7 +125,7 @@ def _prime(found: Translation, values: Values, words: list[str]) -> list[str]:
         words = _with(_with(_add(words, "--runtime", "ray"), "--engine", "sglang"), "--trainer", "embedded")
     if "--prompt-data" not in words and "--environments" not in words:
         task = values.get("orchestrator.train.source[].env.taskset.id", "the task")
-        words += ["--prompt-data", "prompts.jsonl", "--rm-type", "math"]
+        words += ["--prompt-data", "prompts.jsonl", "--rm-type", "math", "--label-key", "answer"]
         found.notes.append(
             f"tasks come from {task}: give a file with its prompts in place of prompts.jsonl and their reward, or --environments NAME"
         )
@@ -154,8 +153,7 @@ def _openrlhf(found: Translation, values: Values, words: list[str]) -> list[str]
     if "--custom-rm-path" in words:
         found.notes.append("a reward function is called as f(args, sample) here")
     elif "--rm-type" not in words:
-        words = [*words, "--rm-type", "math"]
-        found.notes.append("no reward is named: --rm-type math is for answers of mathematics")
+        words = _judge_by_math(found, words, "label")
     for name in ("train.num_episodes", "num_episodes"):
         _note_epochs(found, name, values, words)
     return words
@@ -168,6 +166,14 @@ def _slime(found: Translation, values: Values, words: list[str]) -> list[str]:
         )
         words = _without(words, "--num-steps-per-rollout")
     return words
+
+
+def _judge_by_math(found: Translation, words: list[str], label: str) -> list[str]:
+    """Add a reward, and the column of the label if none is named."""
+    found.notes.append(
+        "no reward is named: --rm-type math compares answers of mathematics with the column of --label-key"
+    )
+    return _add([*words, "--rm-type", "math"], "--label-key", label)
 
 
 def _note_epochs(found: Translation, name: str, values: Values, words: list[str]) -> None:

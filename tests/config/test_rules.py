@@ -45,11 +45,20 @@ def test_an_option_without_effect_is_refused(argv, allowed_with):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--global-batch-size", "8", "--num-steps-per-rollout", "2"], ["--rm-type", "exact", "--custom-rm-path", "r.py"]],
+    [
+        ["--global-batch-size", "8", "--num-steps-per-rollout", "2"],
+        ["--rm-type", "exact", "--label-key", "answer", "--custom-rm-path", "r.py"],
+    ],
 )
 def test_two_answers_to_one_question_are_refused(argv):
     assert "it needs" in refused(*argv)
-    assert refused(*argv[:2]) == refused(*argv[2:]) == ""
+    assert refused(*argv[:-2]) == refused(*argv[-2:]) == ""
+
+
+@pytest.mark.parametrize("reward", ["exact", "boxed", "f1"])
+def test_a_reward_that_compares_needs_the_column_of_the_label(reward):
+    assert refused("--rm-type", reward).startswith(f"--rm-type {reward}: it needs data.label_key")
+    assert refused("--rm-type", reward, "--custom-generate-function-path", "g.py") == ""  # which may set labels
 
 
 def test_rules_name_options_only():

@@ -20,11 +20,19 @@ ROOT = Path(__file__).parents[2]
 INDEX = runpy.run_path(str(ROOT / "recipes" / "write_index.py"))
 #: Recipes that change what ``miles demo`` trains, and those for a model of their own.
 OF_THE_DEMO = ("agent", "async", "fp8-r3", "lora", "ppo")
-SMALL = ("coevolution", "dapo", "dpo", "gsm8k", "reasoning-gym", "sft", "sums", "tools")
+SMALL = ("coevolution", "dapo", "dpo", "gsm8k", "reasoning-gym", "reward-model", "sft", "sums", "tools")
 #: The plugin of a recipe that has another name.
 PLUGIN = {
-    **{"fp8-r3": "fp8", "agent": "endpoint", "async": "tis", "sums": "tis", "sft": "offline", "dpo": "offline"},
-    **{"dapo": "tis", "gsm8k": "tis", "reasoning-gym": "environments"},
+    "fp8-r3": "fp8",
+    "agent": "endpoint",
+    "async": "tis",
+    "sums": "tis",
+    "sft": "offline",
+    "dpo": "offline",
+    "reward-model": "offline",
+    "dapo": "tis",
+    "gsm8k": "tis",
+    "reasoning-gym": "environments",
 }
 SMOLLM2 = {
     "model_type": "llama",

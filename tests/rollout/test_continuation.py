@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,16 @@ def test_parts_become_one_response_in_which_the_earliest_row_stays():
     # two rows of the prompt and one of the first token from the first part, then the second's
     assert whole.extras["routes"].tolist() == [0, 1, 2, 103, 104]
     assert [row.tolist() for row in whole.extras["support"]] == [[0], [1], [2], [3]]
+
+
+def test_rows_of_a_field_with_newest_rows_are_those_of_the_last_part():
+    newest = replace(ROUTES, newest=True)
+    first, last = response([0, 1]), response([2, 3], "stop", first=100, prompt=4)
+    whole = join_parts([first, last], (), (newest, SUPPORT), letters)
+    assert whole.extras["routes"].tolist() == [100, 101, 102, 103, 104]
+    assert [row.tolist() for row in whole.extras["support"]] == [[0], [1], [2], [3]]
+    short = response([2], "stop", extras={"routes": np.array([7]), "support": [np.array([2])]})
+    assert join_parts([first, short], (), (newest, SUPPORT), letters).extras["routes"].tolist() == [7, 1, 2]
 
 
 WATCH = """

@@ -142,7 +142,7 @@ def test_an_advantage_finds_its_columns_on_a_rank_without_samples(tmp_path):
     (tmp_path / "column.py").write_text(COLUMN)
     words = toy_arguments([str(tmp_path / "column.py")], tmp_path, advantage_estimator="column")
     rank = made(words, tmp_path)
-    pairs, seen = rank.learn(DataShard([], [], 1, []), 0)
+    pairs, seen = rank.learn(DataShard([], [], 1, [], 0), 0)
     assert pairs["train/grad_norm"][0] == 0 and seen == []
     with pytest.raises(DataError, match="reads the column 'seen', which no sample has"):
         rank.learn(split_by_replica(rollout(1), rank.run.config.train, 1)[0], 0)

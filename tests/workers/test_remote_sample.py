@@ -275,7 +275,7 @@ def test_the_number_of_bytes_of_a_share_does_not_depend_on_what_samples_contain(
         ]
         refs = [pack_samples(samples[start : start + 8]) for start in range(0, len(samples), 8)]
         found = [one for n, ref in enumerate(refs) for one in refer(heads(samples[8 * n : 8 * n + 8]), ref)]
-        shard = DataShard(found, [0] * len(found), 1, [*range(len(found))])
+        shard = DataShard(found, [0] * len(found), 1, [*range(len(found))], 0)
         sizes[count], received = send(pack_shard(shard))[1], send(pack_shard(shard))[0]
         assert received.step_of == shard.step_of and received.positions == shard.positions
         assert [s.index for s in received.samples] == [s.index for s in samples]

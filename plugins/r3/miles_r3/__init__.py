@@ -32,6 +32,11 @@ plugin = Plugin(
         ),
         Rule(needs="model.moe", because="there is no router to replay in a dense model"),
         Rule(
+            needs="rollout.pause_generation_mode == abort",
+            when="r3.recomputed == newest",
+            because="an engine that keeps a request over a weight update returns the routes with which its tokens were sampled",
+        ),
+        Rule(
             needs="engine == embedded",
             when="r3.deterministic",
             because="both sides must choose experts by the same rule, and other engines choose in fused kernels, from logits in the model's dtype; "

@@ -40,10 +40,13 @@ class R3:
 
     @hookimpl
     def on_start(self, run: Any) -> None:
-        """Declare the smallest dtype that holds the model's expert indices: their columns are written, cut and copied to the GPU."""
-        if 0 < (run.plan.fact("model.num_experts", None) or 0) <= MOST_INT8:
-            self.field = replace(ROUTES, dtype="int8")
-            run.fields = tuple(self.field if spec == ROUTES else spec for spec in run.fields)
+        """Declare which routes of a continued response count, and the smallest dtype that holds the model's expert indices: their columns are
+        written, cut and copied to the GPU."""
+        small = 0 < (run.plan.fact("model.num_experts", None) or 0) <= MOST_INT8
+        self.field = replace(
+            ROUTES, dtype="int8" if small else ROUTES.dtype, newest=self.options.recomputed == "newest"
+        )
+        run.fields = tuple(self.field if spec == ROUTES else spec for spec in run.fields)
 
     @hookimpl
     def on_model(self, policy: Policy, model: nn.Module, role: str) -> None:

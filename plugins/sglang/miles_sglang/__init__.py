@@ -19,13 +19,13 @@ _WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
 _HEADED = "bailing_moe, deepseek_v3, deepseek_v32, deepseek_v4, glm4_moe, glm4_moe_lite, glm_moe_dsa, hy_v3"
 #: SGLang 0.5.17 constructs ``TopK`` without ``layer_id`` in these families; recording routes then fails during CUDA graph capture.
 _UNRECORDED = (
-    "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, hy_v3, kimi_linear, llama4, llama4_text, minimax_m2, mixtral, "
-    "nemotron_h, olmoe, phimoe"
+    "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, granitemoehybrid, hy_v3, kimi_linear, llama4, llama4_text, mimo_v2_flash, "
+    "minimax_m2, mixtral, nemotron_h, olmoe, phimoe"
 )
 
 plugin = Plugin(
     name="sglang",
-    summary="SGLang as the rollout engine: a separate local process, or a server that is already running",
+    summary="SGLang as the rollout engine: a separate local process, or servers that are already running",
     version=__version__,
     core="~=0.1",
     config=SglangConfig,
@@ -33,7 +33,14 @@ plugin = Plugin(
         "engine == sglang and model.quantized != none and rollout.precision == bf16": (
             "the checkpoint stores quantised weights, and SGLang receives the dequantised ones in BF16: only --rollout-precision selects a "
             "format for the rollout, while a server of SGLang alone would take the checkpoint's"
-        )
+        ),
+        "engine == sglang and sglang.url and not sglang.weights_dir": (
+            "the running servers receive weights over HTTP, in messages with checksums; --sglang-weights-dir DIR sends them as files instead, in a "
+            "directory that all servers can read"
+        ),
+        "engine == sglang and sglang.url and sglang.weights_dir": (
+            "the running servers receive weights as files, which they must be able to read in --sglang-weights-dir"
+        ),
     },
     foreign_flags={
         f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it"
@@ -234,7 +241,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
-    hooks={"": "miles_sglang.early:Early"},
+    hooks={"": "miles_sglang.early:Early", "sglang.url": "miles_sglang.pool_metrics:PoolMetrics"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

@@ -29,14 +29,18 @@ def load_table() -> tuple[str, frozenset[str]]:
 
 def read(models: Path) -> list[str]:
     """Return the names of the classes that the modules in SGLang's folder ``srt/models`` register, sorted."""
+    return sorted({name for path in models.glob("*.py") for name in registered(ast.parse(path.read_bytes()))})
+
+
+def registered(module: ast.Module) -> set[str]:
+    """Return the names of the classes that a module registers."""
     found: set[str] = set()
-    for path in models.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(target, ast.Name) and target.id == _ENTRY for target in targets):
-                assert isinstance(node, ast.Assign)
-                found |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-    return sorted(found)
+    for node in ast.walk(module):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == _ENTRY for target in targets):
+            assert isinstance(node, ast.Assign)
+            found |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    return found
 
 
 def installed_models() -> Path | None:

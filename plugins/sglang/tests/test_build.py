@@ -31,6 +31,22 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", "cuda", "bfloat16"),
+        ("float32", "cuda", "float32"),
+        ("float16", "cuda", "float16"),
+        ("auto", "cpu", "float32"),
+    ],
+)
+def test_states_of_convolutions_have_the_dtype_of_the_model(monkeypatch, dtype, device, expected):
+    found = build._environment(Choices(dtype=dtype, device=device), {})
+    assert found["SGLANG_MAMBA_CONV_DTYPE"] == expected
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
+    assert build._environment(Choices(dtype=dtype, device=device), {})["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
+
+
 def test_the_files_of_updates_are_in_the_directory_of_the_option(tmp_path):
     checkpoint = tiny_checkpoint("qwen3", tmp_path / "model")
 

@@ -219,6 +219,18 @@ def test_a_colocated_run_with_routing_replay_survives_three_deaths(
     assert caplog.text.count("worker sglang was lost: SGLang's process ended (signal SIGKILL)") == 3
 
 
+@pytest.mark.parametrize(("routes", "exact"), [("newest", True), ("sampled", False)])
+def test_a_continued_response_replays_the_routes_of_the_weights_that_continued_it(
+    toy_run: Any, double: types.SimpleNamespace, routes: str, exact: bool
+) -> None:
+    options = {"engine": "sglang", "device": "cpu", "partial_rollout": True, "over_sampling_batch_size": 4}
+    lengths = {"rollout_max_response_len": 32, "max_running_requests": 6}
+    run = toy_run(["r3"], steps=4, r3_recomputed_routes=routes, lr=5e-2, **options, **lengths)
+    gaps = [step["mismatch/current_abs_log_prob_max"] for step in run.metrics]
+    assert all(gap < 1e-4 for gap in gaps) == exact
+    assert any(len({version for _, version in s["weight_versions"]}) > 1 for s in run.samples)
+
+
 class Gone(DoubleLink):
     async def start(self) -> Mapping[str, Any]:
         return {}

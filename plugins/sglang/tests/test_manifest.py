@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT
 
 import miles_sglang
 import miles_testing
@@ -91,7 +95,7 @@ def test_options_are_checked_before_anything_is_started(plan):
 
 def test_an_address_and_a_table_are_looked_at_in_the_plan(plan):
     for url in ("localhost:30000", "http://host:port", "http://:3"):
-        with pytest.raises(PlanError, match="an address like http://host:30000"):
+        with pytest.raises(PlanError, match="addresses like http://host:30000"):
             plan(engine="sglang", sglang_url=url)
     with pytest.raises(PlanError, match=r"JSON in --sglang-json-model-override-args(.|\n)*in double quotes"):
         plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args="{bad")
@@ -240,6 +244,33 @@ def test_the_architectures_are_those_of_the_installed_sglang():
     if models is None:
         pytest.skip("SGLang is not installed")
     assert sorted(architectures.load_table()[1]) == architectures.read(models)
+
+
+def test_families_whose_routes_the_installed_sglang_does_not_record_are_refused():
+    models = architectures.installed_models()
+    if models is None:
+        pytest.skip("SGLang is not installed")
+    types: dict[str, set[str]] = {}
+    for kind, names in [*CAUSAL_LM.items(), *IMAGE_TEXT.items()]:
+        for name in [names] if isinstance(names, str) else names:
+            types.setdefault(name, set()).add(kind)
+    trees = [ast.parse(path.read_bytes()) for path in models.glob("*.py")]
+    blocks = {block.name for tree in trees for block in nodes(tree, ast.ClassDef) if has_unnumbered_router(block)}
+    unrecorded: set[str] = set()
+    for tree in trees:
+        if blocks & {name.id for name in nodes(tree, ast.Name)} | blocks & {c.name for c in nodes(tree, ast.ClassDef)}:
+            unrecorded |= set().union(*(types.get(name, set()) for name in architectures.registered(tree)))
+    assert {"granitemoehybrid", "mixtral"} <= unrecorded <= set(miles_sglang._UNRECORDED.split(", "))
+
+
+def nodes(tree: ast.AST, kind: type) -> list[Any]:
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def has_unnumbered_router(block: ast.ClassDef) -> bool:
+    """Whether it constructs ``TopK`` without ``layer_id``."""
+    calls = [c for c in nodes(block, ast.Call) if "TopK" in (getattr(c.func, "id", ""), getattr(c.func, "attr", ""))]
+    return any(not {keyword.arg for keyword in call.keywords} & {"layer_id", None} for call in calls)
 
 
 def test_architectures_are_read_from_the_source(tmp_path):

@@ -134,5 +134,5 @@ def test_only_variables_that_are_read_late_may_change(name: str, value: str, pas
     ],
 )
 def test_there_is_one_interpreter_per_scheduler(arguments: dict[str, Any], count: int) -> None:
-    choices: Any = SimpleNamespace(arguments=arguments, device="cuda", exact=False, python_path="")
+    choices: Any = SimpleNamespace(arguments=arguments, device="cuda", dtype="auto", exact=False, python_path="")
     assert build._environment(choices, {})[standby.VARIABLE] == str(count)

@@ -1,6 +1,6 @@
 """Bit-identical log-probabilities in engine and trainer for any batch, for miles-core."""
 
-from miles_core.plugin import Hint, Plugin, Remedy, Rule, above
+from miles_core.plugin import Hint, Plugin, Remedy, Rule, Set, above
 from miles_true_on_policy.config import TrueOnPolicyConfig
 
 __version__ = "0.1.0"
@@ -31,6 +31,12 @@ _INSIDE_SGLANG = (
     ),
 )
 
+#: When responses continue under new weights.
+_OLDER = "rollout.partial_rollout or schedule == async and rollout.partial_rollout != false"
+
+_NOT_EXACT = "{metric} is {value}, and with --true-on-policy-mode it is exactly 0"
+_ADVICE = "miles verify --exact names the first layer whose outputs differ"
+
 plugin = Plugin(
     name="true_on_policy",
     summary="bit-identical log-probs in engine and trainer for any batch, packing and number of threads",
@@ -39,6 +45,14 @@ plugin = Plugin(
     config=TrueOnPolicyConfig,
     hooks={"": "miles_true_on_policy.hooks:TrueOnPolicy"},
     provides={"check": {"true_on_policy": "miles_true_on_policy.start_check:make_check"}},
+    sets={
+        "r3.recomputed": Set(
+            "newest",
+            when=f"plugin.r3 and ({_OLDER})",
+            because="the engine computes a continued response again with its new weights, and the trainer must use the experts of that "
+            "computation",
+        )
+    },
     requires=(
         Rule(
             needs="engine in {embedded, sglang} and trainer == embedded",
@@ -79,6 +93,11 @@ plugin = Plugin(
             because="the engine would attend to rounded keys and values, and the trainer has no cache to round",
         ),
         Rule(
+            needs="rollout.pause_generation_mode != in_place",
+            because="the engine would attend to keys and values of older weights, and the trainer computes them with its own; abort and retract "
+            "compute them again",
+        ),
+        Rule(
             needs="lora.sync == adapter",
             when="plugin.lora",
             because="the engine would multiply by base plus adapters as one matrix, and the trainer by base and adapters apart",
@@ -116,9 +135,16 @@ plugin = Plugin(
             "not-exact",
             "*mismatch/abs_log_prob",
             above(0.0, steps=1),
-            "{metric} is {value}, and with --true-on-policy-mode it is exactly 0 where tokens and update have the same weights",
-            "miles verify --exact names the first layer whose outputs differ; samples of older weights (--schedule async, "
-            "--partial-rollout) differ because the policy changed",
+            _NOT_EXACT,
+            _ADVICE,
+            when=f"plugin.true_on_policy and schedule == sync and not ({_OLDER})",
+        ),
+        Hint(
+            "current-tokens-not-exact",
+            "*mismatch/current_abs_log_prob",
+            above(0.0, steps=1),
+            _NOT_EXACT,
+            _ADVICE,
             when="plugin.true_on_policy",
         ),
     ),
