@@ -66,6 +66,7 @@ def test_missing_metrics_give_no_hint():
         ("malformed-calls", [{"tools/malformed": 3.0}] * 5),
         ("failed-samples", [{"tools/failed_samples": 0.9}] * 5),
         ("not-exact", [{"mismatch/abs_log_prob": 1e-6}]),
+        ("current-tokens-not-exact", [{"mismatch/current_abs_log_prob": 1e-6}]),
         ("experts-drop", [{"moe/dropped_fraction": 0.2}] * 5),
     ],
 )
