@@ -42,7 +42,7 @@ _SGLANG = (
     *("--disable-overlap-schedule", "--max-running-requests", "32"),
 )
 _VLLM = ("--enforce-eager", "--max-num-seqs", "32", "--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
-_ONE_SECTION = {"head_dim": 64}
+_HEADS = {"head_dim": 64}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Fault:
     name: str
     expected: str
     family: str = "qwen3"
-    sizes: Mapping[str, Any] = field(default_factory=lambda: _ONE_SECTION)
+    sizes: Mapping[str, Any] = field(default_factory=lambda: _HEADS)
     change: Callable[[Any], None] | None = None
     entries: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -68,13 +68,10 @@ class Fault:
     words: Sequence[str] = ()
 
 
-_WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, **_ONE_SECTION}
-_CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64, **_ONE_SECTION}
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_ONE_SECTION}
+_WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, **_HEADS}
+_CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64, **_HEADS}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_HEADS}
 _OTHER_ROPE = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    "final_logit_softcapping": None,
-    "hidden_act": "gelu_pytorch_tanh",
-}  # SGLang reads both names of the activation
 #: Faults of every server.
 COMMON = (
     Fault("sound", ""),
