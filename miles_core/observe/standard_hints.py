@@ -59,7 +59,7 @@ HINTS = (
     ),
     Hint(
         "entropy-collapse",
-        "train/entropy",
+        "rollout/entropy",
         detect_fall(0.1),
         "the policy's entropy fell to {value}, under a tenth of where it began, before the task was solved",
         "raise --eps-clip-high (0.28) or --entropy-coef (0.001 to 0.01), or lower --lr",

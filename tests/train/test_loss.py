@@ -76,6 +76,7 @@ def test_mismatch_estimators():
             "mismatch/abs_log_prob_max": 0.5,
             "mismatch/kl_k1": -0.5,
             "mismatch/kl_k3": 0.1487212707,
+            "rollout/entropy": 1.5,
         }
     )
 
