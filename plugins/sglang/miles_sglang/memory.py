@@ -1,8 +1,8 @@
 """Estimates the GPU memory of an SGLang engine: weights in their number format, and a cache that fills SGLang's static share.
 
 SGLang reserves a share of each GPU (``mem_fraction_static``) for weights and cache; the rest is for activations and CUDA graphs. The
-default share follows ``srt/arg_groups/memory_hook.py`` of SGLang 0.5.17. Requests that do not fit into the cache wait, so a
-small cache makes a run slower; only one that cannot hold a whole sequence is an error. Imports no torch.
+default share follows ``srt/arg_groups/memory_hook.py`` of SGLang 0.5.17. Requests that do not fit into the cache wait, so a small cache
+is slow but no error, unless it cannot hold one sequence. Imports no torch.
 """
 
 from __future__ import annotations

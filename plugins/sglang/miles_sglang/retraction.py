@@ -28,7 +28,7 @@ _version = -1
 
 
 class TokenVersions:
-    """The weight version of each token of a response. It behaves as a sequence, because SGLang takes slices of it.
+    """The weight version of each token of a response, in the form of a sequence: SGLang takes slices of it.
 
     Args:
         version: version of the weights that generate the first token.
