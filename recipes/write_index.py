@@ -38,8 +38,8 @@ LARGE = f"""
 ## On a cluster, planned and not run
 
 We have no such machines: the plan accepts these recipes, and they have never been run. Memory is the plan's
-estimate. Seconds per step are the planner's estimate for responses of {MEAN:,} tokens on average ([how they are made, and how far they were off for published
-runs](../docs/planning.md)).
+estimate. Seconds per step are the planner's estimate for responses of {MEAN:,} tokens on average
+([how they are made, and how far they were off for published runs](../docs/planning.md)).
 
 | recipe | GPUs | engine, GB per GPU | trainer, GB of the fullest GPU | host memory per machine, GB | seconds per step |
 |---|---|--:|--:|--:|--:|
