@@ -47,7 +47,7 @@ def run(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
     _, seconds = series(records, "time/step")
     _, gaps = series(records, "mismatch/abs_log_prob")
     return {
-        "steps": len(seconds) - 1,
+        "steps": records[-1]["step"],
         "accuracy": dict(zip(steps, (round(value, 4) for value in accuracy), strict=True)),
         "seconds_a_step": round(median(seconds[1:]), 2),
         "largest_gap": max(gaps),
