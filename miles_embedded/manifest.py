@@ -57,12 +57,8 @@ _NO_TEXT = (
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: ("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
     _NO_LAYERS: (
-        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
-        *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gptj", "hrm_text", "marian", "mbart"),
-        *("megatron-bert", "mpt", "mvp", "openai-gpt", "opt"),
-        *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
+        *("big_bird", "bloom", "cpmant", "falcon", "gpt_neo", "megatron-bert", "mpt", "mvp", "openai-gpt", "reformer"),
+        *("rembert", "roformer", "trocr", "xglm", "xlm", "prophetnet", "xlnet"),
     ),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "dory"),

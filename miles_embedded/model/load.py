@@ -44,6 +44,7 @@ from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
+from miles_embedded.model.learned_positions import follow_positions
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
@@ -292,6 +293,7 @@ def refuse_config(model: nn.Module) -> None:
     Raises:
         CheckpointError: it has unsupported layers, or rotary frequencies that are not finite.
     """
+    _refuse_encoder(model)
     _refuse_unknown_attention(model)
     _refuse_unknown_states(model)
     for name, module in model.named_modules():
@@ -347,9 +349,20 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
+    follow_positions(model)
     use_kernels(model)
     join_linear(model)
     return model
+
+
+def _refuse_encoder(model: nn.Module) -> None:
+    """CheckpointError for BERT's kind of model whose tokens attend to each other in both directions."""
+    config = text_configuration(model)
+    if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
+        raise CheckpointError(
+            f"{type(model).__name__} attends in both directions, because is_decoder in its config.json is false or missing; set it to true "
+            "if the checkpoint was trained to generate text, or choose another checkpoint"
+        )
 
 
 def _refuse_unknown_attention(model: nn.Module) -> None:

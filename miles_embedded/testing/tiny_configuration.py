@@ -13,10 +13,10 @@ from typing import Any
 _TEXT: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "text_hidden_size", "out_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("moe_intermediate_size", "expert_hidden_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 16),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
@@ -65,6 +65,7 @@ _OWN: dict[str, dict[str, Any]] = {
                                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
     "molmo2_adapter": {"vision_feature_layer": [0]},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "xmod": {"default_language": "en_XX"},
     "wavtokenizer_encoder": {"codebook_size": 4, "codebook_dim": 32},
 }  # fmt: skip
 #: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
@@ -98,6 +99,8 @@ def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]
                 made[name] = sizes[name]
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             made[name] = next(media)
+        elif name == "is_decoder" and sizes is _TEXT:  # BERT's kind attends in both directions by default
+            made[name] = True
         elif name in _PER_LAYER and isinstance(value, list) and value:
             kinds = list(dict.fromkeys(value))
             made[name] = [kinds[i % len(kinds)] for i in range(max(2, len(kinds)))]
