@@ -40,8 +40,8 @@ _OWN_ATTENTION = (
     "a compressed or "
     "indexed cache, one attention module in several layers); use another engine and trainer"
 )
-_OWN_CALL = (
-    "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
+_OWN_HEAD = (
+    "its forward has further layers between the decoder stack and the output layer, which are not part of its head; use another engine "
     "and trainer"
 )
 _OWN_LOGITS = (
@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
         *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
-    _OWN_CALL: ("moshi",),
+    _OWN_HEAD: ("electra",),
     _OWN_LOGITS: ("chameleon",),
     _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }

@@ -18,6 +18,8 @@ from miles_embedded.model.parts import backbone
 #: Method of embeddings that number positions from the padding id.
 _FROM_PADDING = "create_position_ids_from_input_ids"
 _POSITIONS = "position_ids"
+#: Names of position tables in decoder stacks.
+_TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
 
 
 def follow_positions(model: nn.Module) -> None:
@@ -37,10 +39,18 @@ def positions_from_padding(model: nn.Module) -> bool:
 
 
 def table_length(model: nn.Module) -> int | None:
-    """Return the longest sequence for which RoBERTa's kind of table has rows; None for other models."""
-    tables = [module for module in model.modules() if hasattr(module, _FROM_PADDING)]
-    lengths = [t.position_embeddings.num_embeddings - t.padding_idx - 1 for t in tables]  # type: ignore[union-attr]
+    """Return the longest sequence for which the model's position tables have rows; None without a table."""
+    lengths = [
+        len(getattr(table, "weight", table)) - _first_row(module, table)
+        for module in backbone(model).modules()
+        for name in _TABLES
+        if isinstance(table := getattr(module, name, None), (nn.Embedding, Tensor))
+    ]
     return min(lengths, default=None)
+
+
+def _first_row(module: Any, table: Any) -> int:
+    return int(module.padding_idx + 1 if hasattr(module, _FROM_PADDING) else getattr(table, "offset", 0))
 
 
 def _parameters(module: nn.Module) -> set[str]:

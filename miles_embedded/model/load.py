@@ -44,7 +44,7 @@ from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
-from miles_embedded.model.learned_positions import follow_positions
+from miles_embedded.model.learned_positions import follow_positions, table_length
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
@@ -397,9 +397,21 @@ def _refuse_unknown_states(model: nn.Module) -> None:
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:
-    """Return the longest sequence length: ``wanted``, or the model's limit (fact ``model.context``) if that is 0."""
+    """Return the longest sequence length: ``wanted``, or the model's limit (fact ``model.context``) if that is 0.
+
+    Raises:
+        CheckpointError: the model has a position table with fewer rows.
+    """
     stated = facts_of(model)["model.context"]
-    return wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
+    limit = wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
+    rows = table_length(model)
+    if rows is not None and limit > rows:
+        origin = "--rollout-max-context-len" if wanted else "config.json"
+        raise CheckpointError(
+            f"{type(model).__name__} has learned positions for {rows} tokens, and {origin} allows sequences of {limit}; use "
+            f"--rollout-max-context-len {rows}"
+        )
+    return limit
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

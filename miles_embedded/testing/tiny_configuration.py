@@ -43,6 +43,7 @@ _SECTIONED = (
     "glm4v",
     "glm46v",
     "glm_ocr",
+    "hunyuan_vl",
     "glmga",
     "paddleocr_vl",
     "qwen2_vl_text",
@@ -55,14 +56,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32},
     "chameleon": {"vocabulary_map": {"<image>": 50, "IMGIMGAZ": 51, "IMGIMGBZ": 52}},
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"n_group": 1, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "emu3": {"vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, "<|visual token 000000|>": 52}},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0], "downsample_rate": "1/2",
                         "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
                                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 55}),
     "molmo2_adapter": {"vision_feature_layer": [0]},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "xmod": {"default_language": "en_XX"},
@@ -111,11 +115,12 @@ def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]
         made[name] = max(layers, made[name])
     for name in [n for n in _PER_LAYER if n in made]:
         made[name] = [made[name][i % len(made[name])] for i in range(layers)]
-    made |= _OWN.get(str(values.get("model_type")), {})
+    own = _OWN.get(str(values.get("model_type")), {})
+    made |= own
     return {
         name: value
         for name, value in made.items()
-        if name in accepted or "kwargs" in accepted or isinstance(value, dict)
+        if name in accepted or name in own or "kwargs" in accepted or isinstance(value, dict)
     }
 
 
