@@ -93,6 +93,10 @@ SINCE = {
         "5.13",
         "in earlier releases its routers and experts are not modules, so they could not be replayed or balanced",
     ),
+    **dict.fromkeys(
+        ("codegen", "ctrl", "gptj", "moshi", "nemotron"),
+        ("5.24", "in earlier releases its layers do not attend through Transformers' attention interface"),
+    ),
     **dict.fromkeys(STATEFUL, ("5.24", "the caches of earlier releases store the states of its layers in other ways")),
 }
 #: Model type -> a Transformers release whose code for it fails, and how.

@@ -41,7 +41,7 @@ def positions_from_padding(model: nn.Module) -> bool:
 def table_length(model: nn.Module) -> int | None:
     """Return the longest sequence for which the model's position tables have rows; None without a table."""
     lengths = [
-        len(getattr(table, "weight", table)) - _first_row(module, table)
+        len(table.weight if isinstance(table, nn.Embedding) else table) - _first_row(module, table)
         for module in backbone(model).modules()
         for name in _TABLES
         if isinstance(table := getattr(module, name, None), (nn.Embedding, Tensor))
