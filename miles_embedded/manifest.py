@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "dory"),
-        *("gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
+        *("gpt_neox_japanese", "hrm_text", "hy_v4", "inkling_text", "inkling2_text"),
         *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_HEAD: ("electra",),

@@ -120,7 +120,7 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path):
 )
 def test_the_plan_refuses_sequences_beyond_the_table(longest, origin, tmp_path, capsys):
     command = ["plan", "--hf-checkpoint", str(checkpoint_of("roberta", tmp_path))]
-    code = cli(command + (["--rollout-max-context-len", str(longest)] if longest else []))
+    code = cli.main(command + (["--rollout-max-context-len", str(longest)] if longest else []))
     printed = "".join(capsys.readouterr())
     refused = re.search(rf"has learned positions for 127 tokens, and {origin} allows sequences of 128; use", printed)
     assert bool(refused) == bool(origin) and (not origin or code != 0)
@@ -140,3 +140,18 @@ def test_sequences_are_no_longer_than_the_table_of_positions(kind, rows, tmp_pat
         context_limit(model, rows + 1)
     if rows == 128:
         assert context_limit(model) == 128
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("whisper", None), ("opt", None), ("roberta", 127)])
+def test_a_run_checks_both_sides_and_they_agree(toy_run, kind, longest, tmp_path):
+    """The first check computes in a wider type, where tables of positions are copied whole."""
+    run = toy_run(
+        directory=tmp_path / "run",
+        steps=1,
+        hf_checkpoint=checkpoint_of(kind, tmp_path),
+        rollout_max_context_len=longest,
+        self_check=True,
+        recompute_activations=True,
+        dtype="float32",
+    )
+    assert [record["mismatch/abs_log_prob_max"] < 1e-4 for record in run.metrics] == [True]
