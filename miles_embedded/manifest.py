@@ -57,8 +57,8 @@ _NO_TEXT = (
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: ("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
     _NO_LAYERS: (
-        *("big_bird", "bloom", "cpmant", "falcon", "gpt_neo", "megatron-bert", "mpt", "mvp", "openai-gpt", "reformer"),
-        *("rembert", "roformer", "trocr", "xglm", "xlm", "prophetnet", "xlnet"),
+        *("big_bird", "bloom", "cpmant", "falcon", "git", "gpt_neo", "megatron-bert", "mpt", "mvp", "openai-gpt"),
+        *("reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "prophetnet", "xlnet"),
     ),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "dory"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from miles_core.errors import PlanError, PluginError, first_line
 from miles_core.plugin.manifest import Plugin
-from miles_testing.toy import plan, toy_files, toy_run
+from miles_testing.toy import plan, toy_classifier, toy_files, toy_run
 
 #: Kinds of parts of which a run has one. Plugins with one of these are backends: their pairs are planned for ``HARDWARE`` and not run.
 BACKENDS = ("engine", "trainer", "runtime")
@@ -23,7 +23,7 @@ BACKENDS = ("engine", "trainer", "runtime")
 HARDWARE = "8xH200"
 #: Sizes of the toy model: whole blocks of 32 weights, and a context with room for the schemas of tools.
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
-#: Words in ``Plugin.toy`` -> family and sizes of the tiny model whose path replaces them.
+#: Words in ``Plugin.toy`` -> family and sizes of the tiny model whose path replaces them; ``{reward_model}`` is a classifier.
 _MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "{model}": ("qwen3_moe", {**SIZES, "num_hidden_layers": 3}),
     "{draft}": ("llama", {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}),
@@ -97,6 +97,8 @@ def toy_options(names: Iterable[str], manifests: Mapping[str, Plugin]) -> dict[s
 def _fill(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _fill(each) for key, each in value.items()}
+    if value == "{reward_model}":
+        return str(toy_classifier(**SIZES))
     if not isinstance(value, str) or value not in _MODELS:
         return value
     family, sizes = _MODELS[value]

@@ -92,6 +92,20 @@ def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
     return directory
 
 
+@lru_cache
+def toy_classifier(family: str = "llama", **sizes: Any) -> Path:
+    """Make a sequence classifier with one label and the tokenizer of toy models; returns its directory. ``sizes`` as for ``toy_files``."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    base, directory = toy_files(family, **sizes) / "model", _temporary("miles-toy-classifier-")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(base).save_pretrained(directory)
+    return directory
+
+
 def _prompts_for(checkpoint: str | Path, usual: Path) -> Path:
     """Return a prompt file for a checkpoint's tokenizer: ``usual``, or one with other characters if the tokenizer lacks them."""
     from tokenizers import Tokenizer

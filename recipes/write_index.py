@@ -29,7 +29,7 @@ Each folder has one configuration, `run.yaml`, and a page with the command, the 
 commands in the root of a checkout. `tests/docs/test_recipes.py` types every recipe through the plan. Written by
 `python recipes/write_index.py > recipes/README.md`.
 
-## On a laptop
+## On a laptop or one GPU
 
 | recipe | |
 |---|---|
@@ -37,7 +37,7 @@ commands in the root of a checkout. `tests/docs/test_recipes.py` types every rec
 LARGE = f"""
 ## On a cluster, planned and not run
 
-We have no such machines: the plan accepts these recipes, and nobody has run them. Memory is the plan's, seconds of a step are the planner's
+We have no such machines: the plan accepts these recipes, and they have never been run. Memory is the plan's, seconds of a step are the planner's
 estimate for responses of {MEAN:,} tokens on average ([how they are made, and how far they were off for published
 runs](../docs/planning.md)).
 

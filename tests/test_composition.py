@@ -29,6 +29,8 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"offline", "coevolution"}), "", "", "a step's games belong to the players of that step"),
     (frozenset({"offline", "ppo"}), "", "", "the other estimators compare samples of the policy"),
     *((frozenset({"offline", name}), "", "", "no engine generates any") for name in ("endpoint", "tools")),
+    (frozenset({"offline", "reward_model"}), "", "", "no reward is computed"),
+    (frozenset({"environments", "reward_model"}), "", "", "--environments supplies prompts and rewards"),
     *(
         (frozenset({"offline", "environments"}), "", "", why)
         for why in ("it reads the layouts", "no reward is computed")
@@ -62,6 +64,7 @@ ANY_FAMILY = {
     "mxfp6",
     "offline",
     "ppo",
+    "reward_model",
     "tools",
     "true_on_policy",
 }

@@ -117,12 +117,14 @@ def starts(kernels, tmp_path):
     model = load_model(str(checkpoint))
     engine = EmbeddedEngine(model, Settings(str, eos=[]))
     trainer = SimpleNamespace(model=model, precision=None)
-    served = SimpleNamespace(capabilities=frozenset(), weights_dir=tmp_path, served=None)
+    served = SimpleNamespace(
+        capabilities=frozenset(), weights_dir=tmp_path, served=None, over_http=False, restarts=None
+    )
     engines = {
         "embedded": engine,
         "sglang": SglangEngine(Kernels(), served),
         "sglang at an address": SglangEngine(ServerLink(URL), served),
-        "vllm": VllmEngine(SimpleNamespace(capabilities=frozenset(), bucket_bytes=1, device="cpu")),
+        "vllm": VllmEngine(SimpleNamespace(capabilities=frozenset(), bucket_bytes=1, device="cpu", restarts=None)),
     }
     trainers = {
         "embedded": lambda format: EmbeddedTrainer.quantizer(trainer, format),

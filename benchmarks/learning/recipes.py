@@ -50,7 +50,8 @@ def main() -> None:
             recipe: {seed: run(recipe, seed, directory / f"{recipe}-{seed}") for seed in given.seeds}
             for recipe in given.only
         }
-    finish("recipes", {"runs": runs}, given.save, lambda: installed("miles-core", "torch", "transformers"))
+    of = "" if given.only == list(RECIPES) else "-".join(given.only)
+    finish("recipes", {"runs": runs}, given.save, lambda: installed("miles-core", "torch", "transformers"), of)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,9 @@ class Handler(BaseHTTPRequestHandler):
             tokens, lps = double.generate(prompt, sampling, len(rows))
             meta: dict[str, Any] = {"output_token_logprobs": [[p, t, None] for p, t in zip(lps, tokens, strict=True)]}
             if body.get("logprob_start_len") == 0 and double.faults.scores:
+                last = double.model.config.vocab_size - 1  # which SGLang lists as 0
                 meta["input_token_logprobs"] = [
-                    [p, t, None] for p, t in zip([None, *double.score(prompt)], prompt, strict=True)
+                    [p, t if t < last else 0, None] for p, t in zip([None, *double.score(prompt)], prompt, strict=True)
                 ]
             found.append({"text": "", "output_ids": tokens, "meta_info": meta})
         return found

@@ -2,9 +2,10 @@
 
 Run: ``python benchmarks/training/trl_offline.py --trl-python PYTHON --save`` (a minute or two; needs ``plugins/offline``, and TRL 1.16 with
 datasets in PYTHON's installation, or their folder as ``--trl-path``). A small random Llama in float32 on the CPU trains for twenty steps of
-eight rows: SFT on prompts with completions, SFT on conversations of one to three answers, DPO, IPO, and KTO. Each side runs its own training
-loop in its own process. The last line is one JSON object: for each case both lists of losses, their largest relative difference, and the median
-seconds per step of each side, which on so small a model are overhead and no measure of speed.
+eight rows: SFT on prompts with completions, SFT on conversations of one to three answers, DPO, IPO, KTO, and reward models, without and with
+margins and centered scores. Each side runs its own training loop in its own process. The last line is one JSON object: for each case both lists
+of losses, their largest relative difference, and the median seconds per step of each side, which on so small a model are overhead and no measure
+of speed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 from benchmarks.measure import ROOT, finish, installed, options
 
-STEPS, ROWS, LR, BETA = 20, 8, 1e-3, 0.1
-CASES = ("sft text", "sft messages", "dpo", "ipo", "kto")
+STEPS, ROWS, LR, BETA, CENTER = 20, 8, 1e-3, 0.1, 0.05
+CASES = ("sft text", "sft messages", "dpo", "ipo", "kto", "reward_model", "reward_model margins")
 #: Marks what the assistant writes, which TRL reads from the template. Rendered text is that of the demo's template.
 TEMPLATE = (
     "{%- for message in messages -%}<|start|>{{ message.role }}: {%- if message.role == 'assistant' %} {% generation %}"
@@ -62,8 +63,8 @@ def main() -> None:
             "largest_relative_difference": max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)),
             "seconds_per_step": {side: round(statistics.median(found["seconds"]), 4) for side, found in sides.items()},
         }
-        print(f"{case:<13} {rows[case]['largest_relative_difference']:.1e}", file=sys.stderr)
-    result = {"steps": STEPS, "rows_per_step": ROWS, "lr": LR, "beta": BETA, "cases": rows}
+        print(f"{case:<20} {rows[case]['largest_relative_difference']:.1e}", file=sys.stderr)
+    result = {"steps": STEPS, "rows_per_step": ROWS, "lr": LR, "beta": BETA, "center": CENTER, "cases": rows}
     finish(Path(__file__).stem, result, given.save, lambda: versions)
 
 
@@ -86,6 +87,8 @@ def make_inputs(case: str, directory: Path) -> None:
     from miles_testing.toy import toy_files
 
     shutil.copytree(toy_files("llama", max_position_embeddings=512) / "model", directory / "model")
+    if case.startswith("reward_model"):
+        make_classifier(directory / "model")
     draw = random.Random(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "ran", "to", "his", "big", "red", "dog"]
 
@@ -108,7 +111,18 @@ def make_inputs(case: str, directory: Path) -> None:
             rejected = say("assistant", 7)
             rejected["content"] += " no"
             rows.append({"prompt": [say("user", 5)], "chosen": [say("assistant", 7)], "rejected": [rejected]})
+            if case == "reward_model margins":
+                rows[-1]["margin"] = draw.random()
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_classifier(model: Path) -> None:
+    """Replace a causal language model by a classifier with its layers and a random score head."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype="float32").save_pretrained(model)
 
 
 def train_with_miles(case: str, directory: Path) -> dict[str, Any]:
@@ -120,7 +134,11 @@ def train_with_miles(case: str, directory: Path) -> dict[str, Any]:
     flags = f"""--plugins offline --advantage-estimator {name} --hf-checkpoint {directory}/model --prompt-data {directory}/rows.jsonl
         --rollout-batch-size {ROWS} --num-rollout {STEPS} --lr {LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0
         --device cpu --dtype float32 --save {directory}/run --log-level warning"""
-    train.run([*flags.split(), *(("--loss-aggregation", "token_mean") if name == "sft" else ("--kl-coef", str(BETA)))])
+    more = {
+        "sft": "--loss-aggregation token_mean",
+        "reward_model": f"--center-rewards-coefficient {CENTER}" if case == "reward_model margins" else "",
+    }
+    train.run([*flags.split(), *more.get(name, f"--kl-coef {BETA}").split()])
     records = [record for record in read(directory / "run" / "metrics.jsonl") if "train/loss" in record]
     return {
         "losses": [record["train/loss"] for record in records],
@@ -133,13 +151,13 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
     """Train with TRL's trainer of the case, recording the loss of each step before it is rounded."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     losses: list[float] = []
     times = [time.perf_counter()]
     supervised = case.startswith("sft")
-    owner: Any = SFTTrainer if supervised else KTOTrainer if case == "kto" else DPOTrainer
-
+    owners: dict[str, Any] = {"sft": SFTTrainer, "kto": KTOTrainer, "reward_model": RewardTrainer}
+    owner = owners.get(case.split()[0], DPOTrainer)
     inner = owner.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -174,6 +192,8 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
         config: Any = SFTConfig(**settings, assistant_only_loss=case == "sft messages")
     elif case == "kto":
         config = KTOConfig(**settings, beta=BETA)
+    elif case.startswith("reward_model"):
+        config = RewardConfig(**settings, center_rewards_coefficient=CENTER if case == "reward_model margins" else None)
     else:
         config = DPOConfig(**settings, beta=BETA, loss_type=["sigmoid" if case == "dpo" else "ipo"])
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")

@@ -98,7 +98,7 @@ def train_in_turns(
         flags: of the run, without ``--save``.
         wait: returns when the next step may start.
         report: called after each step with its metrics, its seconds and its processor seconds.
-        settle: waits for the device, inside of the measured time.
+        settle: waits for the device, within the measured time.
     """
     from miles_core import loop
     from miles_core.cli import train

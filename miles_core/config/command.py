@@ -192,7 +192,8 @@ def _placeholder(action: argparse.Action) -> str:
     if action.default not in (None, "", []) and not isinstance(action.default, list):
         return str(action.default)
     choices = [str(choice) for choice in action.choices or ()]
-    return choices[0] if choices else str(action.metavar or action.dest.upper())
+    number = ["1"] if action.type in (int, float) else []
+    return [*choices, *number, str(action.metavar or action.dest.upper())][0]
 
 
 def _replace(line: Sequence[str], flags: Sequence[str], value: str, better: str) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
+from miles_core.errors import DataError
 from miles_core.rollout.collect import by_policy, reward_parts
 from miles_core.rollout.keys import FIRST_EVALUATION
 from miles_core.rollout.queue import Prompt, RenderRows
@@ -90,6 +91,11 @@ class Evaluator:
             groups.append([*Prompt.of(row, tokens, number).samples(count)])
             for i, sample in enumerate(groups[-1]):
                 sample.index = first + number * count + i
+        if not groups:
+            raise DataError(
+                f"--eval-prompt-data {name}: all {len(rows)} prompts are too long or invalid (the log names them); use shorter prompts, a higher "
+                "--rollout-max-prompt-len, or a model with a longer context"
+            )
         return list(await asyncio.gather(*(self._complete(group) for group in groups)))
 
     async def _complete(self, group: Group) -> Group:

@@ -55,7 +55,7 @@ from miles_embedded.model.parts import (
 )
 from miles_embedded.model.refusals import refuse_config, refuse_longer
 from miles_embedded.model.rotary_entries import complete_rotary
-from miles_embedded.model.value_head import replace_output
+from miles_embedded.model.value_head import is_classifier, refuse_classifier, replace_output
 from miles_embedded.model.without_storage import without_storage
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     if role == "critic":
         replace_output(run, policy, model)
     run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+    refuse_classifier(model, run.config_of(policy).model.hf_checkpoint)
     return model
 
 
@@ -270,7 +271,10 @@ def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> 
             f"{name} is {list(there)} in its weights and {list(wanted)} by its config.json{others}: the files belong to different "
             "models; copy both again"
         )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if is_classifier(model):  # it is not stored with an output layer, which ``build_model`` refuses to use
+        missing = [name for name in missing if model.get_submodule(name.rpartition(".")[0]) is not head(model)]
+    if missing:
         raise CheckpointError(
             f"{len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}; copy the checkpoint again"
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from miles_core.errors import PluginError
-from miles_embedded.model.parts import VALUE_HEAD, VALUES_ONLY, head, text_configuration
+from miles_core.errors import CheckpointError, PluginError
+from miles_embedded.model.parts import VALUE_HEAD, VALUES_ONLY, configuration, head, is_critic, text_configuration
 
 
 def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -24,12 +24,8 @@ def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
 
 
 def replace_output(run: Any, policy: Any, model: nn.Module) -> None:
-    """Make a critic of a model: add a value head; the output layer is not used, and is frozen unless its weight is the embedding."""
-    add_value_head(model, new_value_head(run, policy, model))
-    setattr(model, VALUES_ONLY, True)
-    output, embedding = head(model), model.get_input_embeddings()  # type: ignore[operator]
-    if output.weight is not embedding.weight:
-        output.requires_grad_(False)
+    """Make a critic of a model: its value head is in place of the output layer."""
+    add_value_head(model, new_value_head(run, policy, model), alone=True)
 
 
 def new_value_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -41,13 +37,25 @@ def new_value_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
     return made
 
 
-def add_value_head(model: nn.Module, module: nn.Module) -> None:
-    """Add a value head next to the output layer; call it before the trainer is made, as in ``on_model``.
+def add_value_head(model: nn.Module, module: nn.Module, alone: bool = False) -> None:
+    """Add a value head to a model; call it before the trainer is made, as in ``on_model``.
 
     Training passes then return ``Output.values`` too, and ``Trainer.columns`` computes ``values``. The head is trained, sharded and saved
     with the model, and its weights are part of the export stream under names that start with ``VALUE_HEAD``.
+
+    Args:
+        model: the model.
+        module: the head.
+        alone: the head is in place of the output layer, which is not used, and is frozen unless its weight is the embedding. Passes return
+            only ``Output.values``.
     """
     setattr(model, VALUE_HEAD, module)
+    if not alone:
+        return
+    setattr(model, VALUES_ONLY, True)
+    output, embedding = head(model), model.get_input_embeddings()  # type: ignore[operator]
+    if output.weight is not embedding.weight:
+        output.requires_grad_(False)
 
 
 def values_of(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -61,3 +69,17 @@ def values_of(module: nn.Module, hidden: Tensor) -> Tensor:
             "per row"
         )
     return found.float()
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether the model's checkpoint is a sequence classifier, which is stored without an output layer for tokens."""
+    return any(name.endswith("ForSequenceClassification") for name in configuration(model).architectures or ())
+
+
+def refuse_classifier(model: nn.Module, path: object) -> None:
+    """CheckpointError if the model of the checkpoint ``path`` is a classifier, and has no value head in place of its output layer."""
+    if is_classifier(model) and not is_critic(model):
+        raise CheckpointError(
+            f"{path}: it is a classifier ({configuration(model).architectures[0]}), whose scores are in place of an output layer, so it predicts "
+            "no tokens; choose a causal language model"
+        )

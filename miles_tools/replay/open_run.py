@@ -15,7 +15,7 @@ from miles_core.observe.metrics import read
 from miles_core.run.directory import LOCK
 from miles_core.version import __version__
 from miles_tools.replay.steps import DIRECTORY, FORMAT, FORMAT_FILE, check_recorded, recorded_steps
-from miles_tools.report.reading import read_json
+from miles_tools.report.reading import read_json, read_yaml
 
 if TYPE_CHECKING:
     from miles_tools.replay import Replay
@@ -37,6 +37,8 @@ def open_run(directory: Path | str) -> Path:
         raise MilesError(f"{path} is not a run directory: it has no {missing}; give the one that --save named")
     _refuse_running(path)
     _refuse_newer(path)
+    if "defaults" not in read_yaml(path / "config.yaml"):  # which a run writes last
+        raise MilesError(f"{path / 'config.yaml'} is incomplete: it ends before the defaults; restore it")
     if not any(record["step"] > 0 for record in read(path / "metrics.jsonl")):
         raise MilesError(f"{path}: this run has completed no step")
     return path.resolve()

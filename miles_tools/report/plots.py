@@ -70,7 +70,9 @@ MAIN = (
     ),
     Panel("loss", "Policy loss", {"train/loss": "loss"}),
     Panel("grad_norm", "Gradient norm", {"train/grad_norm": "norm before clipping"}, log=True),
-    Panel("entropy", "Entropy of the policy", {"train/entropy": "entropy"}, "nats per token"),
+    Panel(
+        "entropy", "Entropy of the policy", {"rollout/entropy": "sampled", "train/entropy": "exact"}, "nats per token"
+    ),
     Panel(
         "clip",
         "Tokens clipped by the policy loss",

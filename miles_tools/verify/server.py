@@ -161,7 +161,7 @@ class SglangServer(Server):
                 f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (input_token_logprobs)"
             )
         try:
-            self.find_added([int(entry[1]) for entry in entries], row)
+            self.find_added(restore_last([int(entry[1]) for entry in entries], row), row)
         except (TypeError, ValueError, IndexError) as error:
             raise self.malformed("/generate", "token ids in input_token_logprobs", one) from error
         return _array(p for p, _ in self._read(one, "input_token_logprobs", len(entries) - len(row) + 1))
@@ -239,8 +239,11 @@ class OpenAiServer(Server):
             raise ServerError(
                 f"{FLAG} {redact(self.url)}: the server returns no log-probs of prompts (prompt_logprobs, echo)"
             )
-        ids = self._ids({"logprobs": choice["logprobs"]})
-        self.find_added(ids[:-1] if len(ids) > len(row) else ids, row)  # the last token is a generated one
+        ids = choice.get("prompt_token_ids")  # SGLang lists the tokens of an echo as text only
+        if not isinstance(ids, list):
+            ids = self._ids({"logprobs": choice["logprobs"]})
+            ids = ids[:-1] if len(ids) > len(row) else ids  # the last token is a generated one
+        self.find_added(ids, row)
         return found[len(self.added) :][: len(row) - 1]
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -316,6 +319,16 @@ def _is_sglang(base: str) -> bool:
         if isinstance(found, Mapping) and "model_path" in found:
             return True
     return False
+
+
+def restore_last(ids: list[int], row: Sequence[int]) -> list[int]:
+    """Return the ids that SGLang scored: in prompts it lists the last id of the vocabulary as 0, with the right log-probability."""
+    tail = ids[-len(row) :]
+    hidden = {given for given, listed in zip(row, tail, strict=False) if listed == 0 != given}
+    if len(hidden) != 1 or len(tail) != len(row):
+        return ids
+    restored = [given if given in hidden and not listed else listed for given, listed in zip(row, tail, strict=True)]
+    return ids[: -len(row)] + restored
 
 
 def _array(values: Any) -> np.ndarray:

@@ -81,6 +81,7 @@ MISTAKES = {
     "replay": [
         ("RUN", "miles replay needs --step N", "RUN --step 1"),
         ("RUN --stp 3", "did you mean --step", "RUN --step 3"),
+        ("RUN --step x", "--step x: it must be a whole number", "RUN --step 1"),
     ],
     "diff": [("A", "miles diff needs B", "B A")],
     "report": [

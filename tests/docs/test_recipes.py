@@ -1,5 +1,6 @@
 """Every recipe is planned, on a machine that has nothing of what the large ones need."""
 
+import asyncio
 import json
 import re
 import runpy
@@ -10,16 +11,29 @@ from pathlib import Path
 import pytest
 
 from miles_core.config.load import load
+from miles_core.data.sample import Sample
 from miles_core.plugin import ConfigError
 from miles_core.run.prepare import prepare
+from miles_testing import toy_run
 
 ROOT = Path(__file__).parents[2]
 INDEX = runpy.run_path(str(ROOT / "recipes" / "write_index.py"))
 #: Recipes that change what ``miles demo`` trains, and those for a model of their own.
 OF_THE_DEMO = ("agent", "async", "fp8-r3", "lora", "ppo")
-SMALL = ("coevolution", "dpo", "sft", "sums", "tools")
+SMALL = ("coevolution", "dapo", "dpo", "gsm8k", "reasoning-gym", "reward-model", "sft", "sums", "tools")
 #: The plugin of a recipe that has another name.
-PLUGIN = {"fp8-r3": "fp8", "agent": "endpoint", "async": "tis", "sums": "tis", "sft": "offline", "dpo": "offline"}
+PLUGIN = {
+    "fp8-r3": "fp8",
+    "agent": "endpoint",
+    "async": "tis",
+    "sums": "tis",
+    "sft": "offline",
+    "dpo": "offline",
+    "reward-model": "offline",
+    "dapo": "tis",
+    "gsm8k": "tis",
+    "reasoning-gym": "environments",
+}
 SMOLLM2 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -117,3 +131,49 @@ def test_a_recipe_for_a_cluster_is_planned(name, tmp_path, monkeypatch):
     (table,) = (note for note in plan.reviews if note.startswith("memory of a GPU"))
     assert "take turns on the same GPUs" in table
     assert ", not run" in INDEX["describe"](name).lower()
+
+
+GSM8K = {"question": "Ann has 2 apples and gets 3. How many?", "answer": "She has 2 + 3 = <<2+3=5>>5.\n#### 5"}
+DAPO = {
+    "prompt": [{"role": "user", "content": "What is 2 + 3? The last line is Answer: $Answer"}],
+    "reward_model": {"ground_truth": "5", "style": "rule"},
+}
+#: Recipe -> its rows, and options for short steps.
+PUBLISHED = {
+    "gsm8k": ([GSM8K] * 4, {}),
+    "dapo": ([DAPO] * 4, {"overlong_buffer_len": 4, "over_sampling_batch_size": 2}),
+    "reasoning-gym": ([], {"eval_environments_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_trains_on_rows_of_the_published_form(name, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows, options = PUBLISHED[name]
+    if not rows:
+        pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(ROOT)
+    files = {}
+    if rows:
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "rows.parquet")
+        files["prompt_data"] = tmp_path / "rows.parquet"
+    if name == "gsm8k":
+        files["eval_prompt_data"] = f"{tmp_path}/rows.parquet@[0:2]"
+    if name == "dapo":  # the tiny model answers nothing right, and its groups would be replaced for ever
+        (tmp_path / "keep.py").write_text("def keep(args, group):\n    return True\n")
+        files["dynamic_sampling_filter_path"] = f"{tmp_path}/keep.py:keep"
+    short = {"rollout_batch_size": 2, "sizes": {"max_position_embeddings": 1024}, "family": "llama"}
+    short |= {"rollout_max_response_len": 8, "n_samples_per_prompt": 2, "save_interval": None, "lr": None}
+    own = {"config": f"recipes/{name}/run.yaml", "custom_rm_path": None, "prompt_data": None}
+    run = toy_run((), tmp_path / "run", steps=1, **(own | short | files | options))
+    step = next(record for record in run.metrics if record["step"] == 1)
+    assert step["rollout/samples"] == 4 and step["reward/max"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"), [("2 + 3 = 5", 1.0), ("It is 1,000, or 5.0.", 1.0), ("5 apples of 6", 0.0), ("five", 0.0)]
+)
+def test_the_reward_of_gsm8k_reads_the_published_answer(response, expected):
+    reward = runpy.run_path(str(ROOT / "recipes/gsm8k/reward.py"))["reward"]
+    sample = Sample(response=response, label=GSM8K["answer"])
+    assert asyncio.run(reward(None, sample)) == expected

@@ -31,8 +31,9 @@ def test_missing_metrics_give_no_hint():
         ("not-finite", [{"train/loss": None}]),
         ("gradient-jump", [{"train/grad_norm": 1.0}] * 21 + [{"train/grad_norm": 100.0}]),
         ("mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
+        ("mismatch-of-current", [{"mismatch/current_kl_k3": 0.01}] * 3),
         ("int4-mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
-        ("entropy-collapse", [{"train/entropy": 1.0}] * 5 + [{"train/entropy": 0.01}] * 5),
+        ("entropy-collapse", [{"rollout/entropy": 1.0}] * 5 + [{"rollout/entropy": 0.01}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0, "train/grad_norm": 0.0}] * 5),
         ("no-gradient", [{"reward/all_equal": 0.2, "train/grad_norm": 0.0}] * 3),
@@ -66,6 +67,7 @@ def test_missing_metrics_give_no_hint():
         ("malformed-calls", [{"tools/malformed": 3.0}] * 5),
         ("failed-samples", [{"tools/failed_samples": 0.9}] * 5),
         ("not-exact", [{"mismatch/abs_log_prob": 1e-6}]),
+        ("current-tokens-not-exact", [{"mismatch/current_abs_log_prob": 1e-6}]),
         ("experts-drop", [{"moe/dropped_fraction": 0.2}] * 5),
     ],
 )

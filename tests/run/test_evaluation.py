@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from miles_core.errors import DataError
 from miles_core.observe.metrics import read
+from miles_core.rollout.evaluate import Evaluator
 
 #: Stops its own process in the evaluation of a step.
 REWARD = """
@@ -52,3 +56,11 @@ def test_a_stop_in_an_evaluation_postpones_it(toy_run, tmp_path, after, step):
         directory=None, save=None, load=tmp_path / "run", **options
     )  # nothing is left to do, and nothing is done twice
     assert sum("eval/reward" in m for m in read(tmp_path / "run/metrics.jsonl")) == 4
+
+
+def test_an_evaluation_without_a_prompt_that_fits_is_one_error():
+    source = SimpleNamespace(length=3, state=dict, load_state=lambda state: None, next=lambda count: ["row"] * count)
+    run = SimpleNamespace(config=SimpleNamespace(evaluation=SimpleNamespace(n_samples=1)))
+    evaluator = Evaluator(run, {"legs": source}, lambda rows: [None] * len(rows), None, None)
+    with pytest.raises(DataError, match=r"^--eval-prompt-data legs: all 3 prompts are too long or invalid"):
+        asyncio.run(evaluator())

@@ -19,11 +19,11 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from miles_core.chat import import_code
+from miles_core.chat import call_in_thread, import_code
 from miles_core.data import describe_error, valid_data
 from miles_core.plugin import ConfigError
 
@@ -192,7 +192,8 @@ class FunctionAgent(Agent):
             if inspect.iscoroutinefunction(self.function):
                 work = asyncio.run_coroutine_threadsafe(_contain(self.function, task), self._own_loop())
                 return await asyncio.wrap_future(work)
-            return await asyncio.wrap_future(_call_in_thread(lambda: self.function(task)))
+            # a thread cannot be killed: one that hangs keeps running, but its API key is no longer valid
+            return await call_in_thread(partial(_contain_call, self.function, task), "agent")
         except AgentFailed:
             raise
         except Exception as error:
@@ -218,26 +219,16 @@ async def _contain(function: Callable[[Task], Any], task: Task) -> Any:
         raise _left(error) from error
 
 
+def _contain_call(function: Callable[[Task], Any], task: Task) -> Any:
+    """Call a plain function; see ``_contain``."""
+    try:
+        return function(task)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _left(error) from error
+
+
 def _left(error: BaseException) -> AgentFailed:
     return AgentFailed(f"it raised {describe_error(error)[:400]}")
-
-
-def _call_in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call ``function`` in a new thread. A thread cannot be killed: one that hangs keeps running, but its API key is no longer valid."""
-    future: Future[Any] = Future()
-
-    def call() -> None:
-        try:
-            value = function()
-        except BaseException as error:
-            if not future.cancelled():
-                future.set_exception(error if isinstance(error, Exception) else _left(error))
-        else:
-            if not future.cancelled():
-                future.set_result(value)
-
-    threading.Thread(target=call, name="agent", daemon=True).start()
-    return future
 
 
 def make_agent(command: str) -> Agent:

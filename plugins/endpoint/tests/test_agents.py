@@ -124,8 +124,9 @@ def test_functions():
 
     with pytest.raises(AgentFailed, match="it raised KeyError: 'k'"):
         run(FunctionAgent(broken))
-    with pytest.raises(AgentFailed, match="it raised SystemExit: 2"):
-        run(FunctionAgent(left))
+    for leaving in (left, lambda task: sys.exit(2)):
+        with pytest.raises(AgentFailed, match="it raised SystemExit: 2"):
+            run(FunctionAgent(leaving))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ LIBRARIES: dict[str, bool | None] = {
     "gymnasium": True,
     "textarena": True,
     "openenv": True,
+    "nemo_gym": None,
     "file": None,
 }
 

@@ -16,6 +16,7 @@ _ADAPTERS = {
     "gymnasium": ("miles_environments.adapters.gymnasium_text", "gymnasium"),
     "textarena": ("miles_environments.adapters.arena", "textarena"),
     "openenv": ("miles_environments.adapters.open_env", "openenv"),
+    "nemo_gym": ("miles_environments.adapters.nemo_gym", ""),
     "file": ("miles_environments.adapters.user_file", ""),
 }
 

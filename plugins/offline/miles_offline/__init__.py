@@ -1,4 +1,4 @@
-"""Training on data that exists, without an engine: supervised (SFT) and on preferences (DPO, IPO, KTO), for miles-core."""
+"""Training on data that exists, without an engine: supervised (SFT), on preferences (DPO, IPO, KTO), and reward models, for miles-core."""
 
 from miles_core.data import Field
 from miles_core.plugin import Panel, Plugin, Rule, Set
@@ -6,12 +6,15 @@ from miles_offline.config import OfflineConfig
 
 __version__ = "0.1.0"
 
-_PAIRS = "algorithm.advantage_estimator in {dpo, ipo}"
+_PAIRS = "algorithm.advantage_estimator in {dpo, ipo, reward_model}"
 _KTO = "algorithm.advantage_estimator == kto"
-_PREFERENCES = "algorithm.advantage_estimator in {dpo, ipo, kto}"
+_PREFERENCES = "algorithm.advantage_estimator in {dpo, ipo, kto, reward_model}"
+_WITH_REFERENCE = "algorithm.advantage_estimator in {dpo, ipo, kto}"
 _SUPERVISED = "algorithm.advantage_estimator == sft"
+_REWARD_MODEL = "algorithm.advantage_estimator == reward_model"
 _NO_ENGINE = "the samples are rows of --prompt-data, and no engine generates any"
 
+_ESTIMATORS = ("sft", "dpo", "ipo", "kto", "reward_model")
 #: Defaults of options that only generation reads.
 _GENERATION = (
     "rollout.max_response_len == 1024",
@@ -39,17 +42,22 @@ _OF_ENGINES = {
     "zero_copy": "shares weights with an engine",
     "true_on_policy": "makes the trainer compute as an engine does",
     "pass_at_k": "counts correct samples of an engine",
+    "ppo": "trains a critic on the samples of an engine",
 }
 
 plugin = Plugin(
     name="offline",
-    summary="training without an engine: supervised (SFT) on messages, DPO, IPO and KTO on preferences",
+    summary="training without an engine: supervised (SFT) on messages, DPO, IPO, KTO and reward models on preferences",
     version=__version__,
     core="~=0.1",
     config=OfflineConfig,
-    fields=(Field("kto_reference", "float64", "sample"),),
+    fields=(
+        Field("kto_reference", "float64", "sample"),
+        Field("reward_margin", "float64", "sample"),
+        Field("values", "float32", "response"),
+    ),
     provides={
-        "advantage": {name: f"miles_offline.{name}:make_{name}" for name in ("sft", "dpo", "ipo", "kto")},
+        "advantage": {name: f"miles_offline.{name}:make_{name}" for name in _ESTIMATORS},
         "schedule": {"offline": "miles_offline.schedule:OfflineSchedule"},
         "prompts": {"offline": "miles_offline.schedule:make_prompts"},
         "reward": {"preference": "miles_offline.schedule:make_reward"},
@@ -65,7 +73,7 @@ plugin = Plugin(
             Set(1, when=f"{_SUPERVISED} or {_KTO}", because="a row is one sample"),
             Set(2, when=_PAIRS, because="a row is a pair of samples"),
         ),
-        "algorithm.kl_coef": Set(0.1, when=_PREFERENCES, because="it is the beta of the loss, and 0.1 is usual"),
+        "algorithm.kl_coef": Set(0.1, when=_WITH_REFERENCE, because="it is the beta of the loss, and 0.1 is usual"),
         "algorithm.loss_aggregation": Set(
             "constant", when=_PREFERENCES, because="the log-ratios of a preference are sums over its tokens"
         ),
@@ -75,7 +83,7 @@ plugin = Plugin(
     },
     requires=(
         Rule(
-            "algorithm.advantage_estimator in {sft, dpo, ipo, kto}",
+            f"algorithm.advantage_estimator in {{{', '.join(_ESTIMATORS)}}}",
             because="the other estimators compare samples of the policy",
         ),
         Rule(
@@ -83,7 +91,22 @@ plugin = Plugin(
             when="data.prompts == offline",
             because="its rows are trained on: give --prompt-data FILE",
         ),
-        Rule("algorithm.kl_coef > 0", when=_PREFERENCES, because="--kl-coef is the beta of the loss"),
+        Rule("algorithm.kl_coef > 0", when=_WITH_REFERENCE, because="--kl-coef is the beta of the loss"),
+        Rule(
+            "algorithm.kl_coef == 0 and algorithm.kl_loss_coef == 0 and algorithm.entropy_coef == 0",
+            when=_REWARD_MODEL,
+            because="a reward model has a score in place of the probabilities of tokens",
+        ),
+        Rule(
+            "trainer == embedded",
+            when=_REWARD_MODEL,
+            because="only the embedded trainer exports a score head as Transformers stores a classifier",
+        ),
+        Rule(
+            "lora.export == merged",
+            when=f"{_REWARD_MODEL} and plugin.lora",
+            because="an adapter in peft's format has no trained score head",
+        ),
         Rule(
             "algorithm.kl_coef == 0",
             when=_SUPERVISED,
@@ -92,7 +115,7 @@ plugin = Plugin(
         Rule(
             "train.num_steps_per_rollout in {none, 1} and train.global_batch_size == none",
             when=_PREFERENCES,
-            because="the log-ratios are computed before the optimizer step; --rollout-batch-size is the number of pairs (kto: rows) per step",
+            because="log-ratios or scores are computed before the optimizer step; --rollout-batch-size is the number of pairs (kto: rows) per step",
         ),
         Rule(
             "rollout.batch_size > 1",
@@ -138,18 +161,21 @@ plugin = Plugin(
     hooks={
         "": "miles_offline.hooks:Offline",
         _KTO: "miles_offline.hooks:Kto",
-        _PREFERENCES: "miles_offline.hooks:PreferenceMetrics",
+        _WITH_REFERENCE: "miles_offline.hooks:PreferenceMetrics",
+        _REWARD_MODEL: "miles_offline.hooks:RewardModel",
         "offline.held_out": "miles_offline.hooks:HeldOut",
     },
     panels=(
         Panel(
             "offline_rewards",
-            "Implicit rewards of preferred and rejected texts",
+            "Rewards of preferred and rejected texts",
             {"offline/reward_chosen": "chosen", "offline/reward_rejected": "rejected"},
             section="preferences",
         ),
     ),
     foreign_flags={"--dpo-beta": {"*": "--kl-coef {}"}},
+    # adapters freeze what a model consists of, and the score head is trained
+    after=("lora",),
     toy={
         "advantage_estimator": "sft",
         "label_key": "label",

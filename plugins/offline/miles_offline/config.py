@@ -40,3 +40,11 @@ class OfflineConfig:
         gt=0,
         only_if="algorithm.advantage_estimator == kto",
     )
+    center_rewards_coefficient: float = option(
+        0.0,
+        flag="--center-rewards-coefficient",
+        help="reward_model: weight of the squared sum of the two scores of a pair, which keeps their mean near 0",
+        metavar="A",
+        ge=0,
+        only_if="algorithm.advantage_estimator == reward_model",
+    )

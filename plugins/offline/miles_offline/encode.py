@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from miles_core.data import Renderer, Row, Sample, Status
 from miles_core.plugin import DataError, MilesError, Run
-from miles_offline.rows import LABEL, TOOLS
+from miles_offline.reward_model import MARGIN
+from miles_offline.rows import LABEL, MARGIN_COLUMN, TOOLS
 
 
 @dataclass
@@ -23,6 +26,11 @@ class Encoded:
     tokens: list[int]
     prompt: int
     mask: list[int]
+
+    def add_end(self, token: int) -> None:
+        """Append a token, whose prediction alone is trained: a trainer computes at it what a head reads from the last token of the text, and
+        not the token itself."""
+        self.tokens, self.mask = [*self.tokens, token], [*([0] * len(self.mask)), 1]
 
 
 class Encoder:
@@ -42,6 +50,7 @@ class Encoder:
         self.limit = longest_text(run)
         self.origin = "--rollout-max-context-len" if run.config.rollout.max_context_len else "the model's context"
         self.vocabulary: int | None = run.plan.fact("model.vocab_size")
+        self.scores = run.config.algorithm.advantage_estimator == "reward_model"
 
     def encode(self, row: Row, group: int, first: int) -> list[Sample]:
         """Return the samples of a row, numbered from ``first``. They share one rollout; the reward is 1, and 0 for the rejected side
@@ -63,11 +72,14 @@ class Encoder:
                 )
             for part in parts:
                 self._check(part, row, column)
+                response = str(self.tokenizer.decode(part.tokens[part.prompt :]))
+                if self.scores:
+                    part.add_end(self.tokenizer.eos_token_id)
                 samples.append(
                     Sample(
                         prompt=row.prompt,
                         tokens=part.tokens,
-                        response=str(self.tokenizer.decode(part.tokens[part.prompt :])),
+                        response=response,
                         response_length=len(part.mask),
                         loss_mask=part.mask,
                         reward=float(row.metadata.get(LABEL, column != "rejected")),
@@ -75,6 +87,7 @@ class Encoder:
                         group_index=group,
                         index=first + len(samples),
                         rollout_id=first,
+                        fields={MARGIN: np.float64(row.metadata.get(MARGIN_COLUMN, 0.0))} if self.scores else {},
                     )
                 )
         return samples

@@ -1,19 +1,20 @@
-"""The plugin's hooks: no engine, KTO's reference, the metrics of preferences, and the loss on held-out rows."""
+"""The plugin's hooks: no engine, KTO's reference, the head of a reward model, the metrics of preferences, and the loss on held-out rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from miles_core.data import Batch, Sample
+from miles_core.data import Batch, Sample, WeightUnit
 from miles_core.plugin import Policy, Run, hookimpl
 from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output
-from miles_offline import kto, pairs
+from miles_offline import kto, pairs, reward_model
+from miles_offline.classifier import as_classifier, make_classifier, output_name
 from miles_offline.config import OfflineConfig
 from miles_offline.encode import longest_text
 from miles_offline.schedule import HELD_OUT
@@ -44,6 +45,51 @@ class Kto:
         return wrap
 
 
+class RewardModel:
+    """Trains a score head in place of the output layer."""
+
+    def __init__(self) -> None:
+        #: policy -> name of the output layer's weight, in the process of the trainer
+        self.outputs: dict[str, str] = {}
+
+    @hookimpl
+    def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
+        make_classifier(run, policy, model)
+        self.outputs[policy.name] = output_name(model)
+
+    @hookimpl
+    def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Any:
+        def wrap(inner: Any) -> Any:
+            async def learn(samples: Sequence[Sample], step: int) -> Learned:
+                await reward_model.attach_scores(handles[policy.name], samples)
+                learned: Learned = await inner(samples, step)
+                return learned
+
+            return learn
+
+        return wrap
+
+    @hookimpl
+    def wrap_loss(self, run: Run, policy: Policy) -> Any:
+        def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+            return with_metrics(reward_model.score_loss(output, batch, ctx), batch)
+
+        return lambda inner: loss
+
+    @hookimpl
+    def wrap_weights(self, policy: Policy, purpose: str) -> Any:
+        if purpose not in ("export", "convert"):
+            return None
+
+        def wrap(inner: Any) -> Any:
+            def weights() -> Iterator[WeightUnit]:
+                return as_classifier(inner(), self.outputs[policy.name])
+
+            return weights
+
+        return wrap
+
+
 class PreferenceMetrics:
     """Reports the loss of preferences; the policy gradient's own value has no meaning."""
 
@@ -51,20 +97,24 @@ class PreferenceMetrics:
     def wrap_loss(self, run: Run, policy: Policy) -> Any:
         def wrap(inner: LossFunction) -> LossFunction:
             def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
-                found = inner(output, batch, ctx)
-                values = row_values(batch) if kto.LOSS in batch.scalars else pair_values(batch)
-                if not values:
-                    return found
-                own, _ = values["train/loss"]
-                trained = torch.zeros_like(own).index_add(0, batch.owner, batch.mask.to(own)).clamp(max=1)
-                means = {n: ((value * trained * of).sum(), (trained * of).sum()) for n, (value, of) in values.items()}
-                # an estimate of the KL needs tokens that the policy sampled
-                others = {name: pair for name, pair in found.metrics.items() if name != "train/ref_kl"}
-                return Loss(found.value, others | means)
+                return with_metrics(inner(output, batch, ctx), batch)
 
             return loss
 
         return wrap
+
+
+def with_metrics(found: Loss, batch: Batch) -> Loss:
+    """Return the loss with the metrics of the preferences in ``batch``, if it has any."""
+    values = row_values(batch) if kto.LOSS in batch.scalars else pair_values(batch)
+    if not values:
+        return found
+    own, _ = values["train/loss"]
+    trained = torch.zeros_like(own).index_add(0, batch.owner, batch.mask.to(own)).clamp(max=1)
+    means = {n: ((value * trained * of).sum(), (trained * of).sum()) for n, (value, of) in values.items()}
+    # an estimate of the KL needs tokens that the policy sampled
+    others = {name: pair for name, pair in found.metrics.items() if name != "train/ref_kl"}
+    return Loss(found.value, others | means)
 
 
 def pair_values(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -125,7 +175,9 @@ class HeldOut:
 async def measure(handle: LearnerHandle, samples: Sequence[Sample], estimator: str) -> dict[str, float]:
     """Return the mean negative log-likelihood of the trained tokens, in nats; of preferences, that of the chosen texts, and the fraction of
     pairs whose chosen text has the larger log-ratio to the reference (for ``ipo`` per token). For ``kto``, every desirable text forms a pair
-    with every other one."""
+    with every other one. For ``reward_model``, see there."""
+    if estimator == "reward_model":
+        return await reward_model.measure(handle, samples)
     counts = [sum(sample.mask) for sample in samples]
     own = [float(each.sum(dtype=np.float64)) for each in await handle.log_probs(samples)]
     chosen = [number for number, sample in enumerate(samples) if sample.reward]

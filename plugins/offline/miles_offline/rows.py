@@ -7,15 +7,17 @@
     prompt, completion, label       an answer that is desirable (label true) or not (false)
 
 ``--input-key`` names the column of messages or of the prompt if it has another name, and ``--label-key`` that of the completion.
-The schemas of functions in the column ``tools``, a list or the text of a JSON list, are given to the chat template.
+The schemas of functions in the column ``tools``, a list or the text of a JSON list, are given to the chat template. For reward models a
+preference may have a number in the column ``margin``.
 
 A ``Row`` of this source has the prompt, and as its label a dict of the answers by column. In the layout ``messages`` the prompt is empty and the
-answer is the whole conversation. The metadata hold the schemas and the label.
+answer is the whole conversation. The metadata hold the schemas, the label and the margin.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,7 +27,8 @@ from miles_core.plugin import DataError, Run
 
 #: Default of ``--input-key``, which no layout has.
 _INPUT = "input"
-TOOLS, LABEL, _MEDIA = "tools", "label", ("image", "images", "video", "videos", "audio", "audios")
+TOOLS, LABEL, MARGIN_COLUMN = "tools", "label", "margin"
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class OfflineRows(Prompts):
@@ -35,6 +38,7 @@ class OfflineRows(Prompts):
         paths: files, as for ``Prompts``.
         paired: whether every row is a preference of two answers.
         labelled: whether every row is an answer with a label; if neither, every row is supervised.
+        margins: whether a preference may have a column ``margin``, the smallest difference of its scores.
         input_key, label_key: ``--input-key`` and ``--label-key``.
         shuffle, seed: as for ``Prompts``.
     """
@@ -48,8 +52,9 @@ class OfflineRows(Prompts):
         shuffle: bool,
         seed: int,
         labelled: bool = False,
+        margins: bool = False,
     ) -> None:
-        self.labelled = labelled
+        self.labelled, self.margins = labelled, margins
         own = input_key != _INPUT
         self.prompt = input_key if label_key or own else "prompt"
         self.layouts: tuple[tuple[str, ...], ...] = ((input_key,),) if own else (("messages",), ("completion",))
@@ -59,7 +64,7 @@ class OfflineRows(Prompts):
             self.layouts = (("chosen", "rejected"),)
         elif labelled:
             self.layouts = (("completion", LABEL),)
-        columns = (self.prompt, *(name for layout in self.layouts for name in layout), TOOLS)
+        columns = (self.prompt, *(name for layout in self.layouts for name in layout), TOOLS, MARGIN_COLUMN)
         super().__init__(paths, shuffle=shuffle, seed=seed, open_parquet=ParquetFile, columns=columns)
 
     def check(self, row: dict[str, Any], place: str) -> None:
@@ -74,6 +79,8 @@ class OfflineRows(Prompts):
             raise DataError(
                 f"{place}: the column {LABEL!r} is {row[LABEL]!r:.80}; it must be true (the completion is desirable) or false"
             )
+        if self.margins:
+            read_margin(row, place)
         prompt = self._prompt(row, answers)
         for name, value in answers.items():
             check_side(value, name, place)
@@ -112,7 +119,8 @@ class OfflineRows(Prompts):
             prompt=_clean(prompt),
             label={n: _clean(v) for n, v in answers.items()},
             metadata=({TOOLS: tools} if (tools := read_tools(row, place)) else {})
-            | ({LABEL: row[LABEL]} if self.labelled else {}),
+            | ({LABEL: row[LABEL]} if self.labelled else {})
+            | ({MARGIN_COLUMN: read_margin(row, place)} if self.margins else {}),
             index=at,
             place=place,
             examined=self.examined,
@@ -168,12 +176,27 @@ def read_tools(row: Mapping[str, Any], place: str) -> list[Any]:
     )
 
 
+def read_margin(row: Mapping[str, Any], place: str) -> float:
+    """Return the number in the column ``margin``; 0 without it. DataError if it is no finite number."""
+    margin = row.get(MARGIN_COLUMN)
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"{place}: the column {MARGIN_COLUMN!r} is {margin!r:.80}; it must be a finite number, the difference that the scores of "
+            "'chosen' and 'rejected' should have"
+        )
+    return float(margin)
+
+
 def open_rows(run: Run, paths: str, train: bool = True) -> OfflineRows:
     """Open training or held-out rows in the layout that the run's estimator trains on."""
     data = run.config.data
     estimator, shuffle = run.config.algorithm.advantage_estimator, train and data.shuffle
     keys, seed = (data.input_key, data.label_key), run.config.train.seed
-    return OfflineRows(paths, estimator in ("dpo", "ipo"), *keys, shuffle, seed, labelled=estimator == "kto")
+    scored = estimator == "reward_model"
+    paired = scored or estimator in ("dpo", "ipo")
+    return OfflineRows(paths, paired, *keys, shuffle, seed, labelled=estimator == "kto", margins=scored)
 
 
 def _layout(names: Sequence[str], prompt: str) -> str:

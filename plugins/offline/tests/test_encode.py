@@ -22,7 +22,7 @@ FORGETS = (
 )
 
 
-def encoder(context=128, chat=False, template=True):
+def encoder(context=128, chat=False, template=True, estimator="sft"):
     tokenizer = make_tokenizer()
     renderer = Renderer(tokenizer) if template else None
 
@@ -35,7 +35,8 @@ def encoder(context=128, chat=False, template=True):
 
     facts = {"model.context": context, "model.vocab_size": len(tokenizer)}
     data, rollout = SimpleNamespace(apply_chat_template=chat), SimpleNamespace(max_context_len=None)
-    config = SimpleNamespace(data=data, rollout=rollout)
+    algorithm = SimpleNamespace(advantage_estimator=estimator)
+    config = SimpleNamespace(data=data, rollout=rollout, algorithm=algorithm)
     return Encoder(
         SimpleNamespace(tokenizer=tokenizer, render=Template(), config=config, plan=SimpleNamespace(fact=facts.get))
     )
@@ -141,3 +142,12 @@ def test_a_side_without_an_answer_is_refused():
         DataError, match="no message in the column 'rejected' after the prompt has the role 'assistant'"
     ):
         encoder().encode(Row(TALK[:1], sides), 0, 0)
+
+
+def test_the_text_of_a_reward_model_is_followed_by_the_token_at_which_its_score_is_computed():
+    row = Row("ab", {"chosen": "c", "rejected": "dd"}, metadata={"margin": 0.5})
+    pair = encoder(), encoder(estimator="reward_model")
+    for plain, scored in zip(*(each.encode(row, 3, 10) for each in pair), strict=True):
+        assert scored.tokens[:-1] == plain.tokens and scored.mask == [0] * len(plain.mask) + [1]
+        assert (scored.response, scored.fields["reward_margin"]) == (plain.response, 0.5)
+        assert not plain.fields

@@ -1,14 +1,17 @@
 """The advantages of SFT, DPO and IPO are the gradients of their losses, computed by autograd from the formulas of the papers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
 from miles_core.data import Batch
 from miles_core.plugin import MilesError
-from miles_core.trainer import AdvantageInputs, Clip, PolicyLossInputs, loss_weights
+from miles_core.trainer import AdvantageInputs, Clip, Context, Output, PolicyLossInputs, loss_weights
 from miles_offline.dpo import make_dpo
 from miles_offline.ipo import make_ipo
+from miles_offline.reward_model import MARGIN, SCORES, make_advantage, score_loss
 from miles_offline.sft import make_sft
 
 BETA = 0.3
@@ -77,3 +80,29 @@ def test_a_rank_without_samples_has_no_advantages():
     none = torch.zeros(0, dtype=torch.int64)
     inputs = AdvantageInputs(torch.zeros(0), none, none, none, torch.zeros(0), kl_coef=BETA)
     assert make_dpo()(inputs).shape == (0,)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.1])
+def test_the_gradient_of_scores_is_that_of_the_loss(center):
+    random = torch.Generator().manual_seed(2)
+    scores = torch.randn(len(LENGTHS), generator=random, dtype=torch.float64).requires_grad_()
+    margins = torch.tensor([0.5, 0.2, 0.2, 0.5], dtype=torch.float64)
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    mask = torch.zeros(TOKENS).index_fill(0, ends, 1.0)
+    values = torch.full((TOKENS,), 9.0, dtype=torch.float64).index_copy(0, ends, scores)  # others have no effect
+    loss = sum(
+        -logsigmoid(scores[c] - scores[r] - margins[c]) + center * (scores[c] + scores[r]) ** 2 for c, r in PAIRS
+    ) / len(PAIRS)
+    (expected,) = torch.autograd.grad(loss, scores)
+
+    inputs = inputs_of(torch.zeros(TOKENS), torch.zeros(TOKENS), 0.0)
+    inputs = replace(inputs, mask=mask)
+    batch = inputs.batch
+    batch.columns |= {"loss_mask": mask, SCORES: values.detach()}
+    batch.scalars[MARGIN] = margins
+    batch.columns["advantages"] = make_advantage(center)(inputs)
+    batch.columns["loss_weight"] = loss_weights(mask, inputs.lengths, inputs.rollout, "constant", 1)
+    found = score_loss(Output(values=values), batch, Context("train", (), torch.zeros(0)))
+    (gradient,) = torch.autograd.grad(found.value, scores)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(batch.scalars["pair_loss"].mean(), loss.detach())

@@ -12,6 +12,7 @@ from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.data_shard import merge_metrics, split_by_replica
 from miles_core.train.rank import Rank
 from miles_offline.kto import REFERENCE
+from miles_offline.reward_model import MARGIN, SCORES
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
 
@@ -42,6 +43,16 @@ def rows(count):
     return samples
 
 
+def attach_scores(pairs):
+    """Pairs with the scores before the step, as the driver passes them on."""
+    samples = rollout(pairs)
+    for number, sample in enumerate(samples):
+        sample.loss_mask = [0] * (sample.response_length - 1) + [1]
+        score = np.full(sample.response_length, 0.1 * number, np.float32)
+        sample.fields |= {SCORES: score, MARGIN: np.float64(0.2)}
+    return samples
+
+
 def learned(words, directory, make, count):
     """Learn twice, as the driver would have each rank do; returns metrics and weights."""
     config = load(words)
@@ -65,12 +76,14 @@ def learned(words, directory, make, count):
         ("dpo", rollout, 1, "no_shard"),
         ("kto", rows, 3, "full_shard"),
         ("kto", rows, 1, "full_shard"),
+        ("reward_model", attach_scores, 3, "full_shard"),
+        ("reward_model", attach_scores, 1, "no_shard"),
     ],
 )
 def test_two_ranks_learn_what_one_process_learns(ranks, estimator, make, count, strategy, tmp_path):
     options = {
         "advantage_estimator": estimator,
-        "kl_coef": 0.1,
+        "kl_coef": None if estimator == "reward_model" else 0.1,
         "custom_rm_path": None,
         "n_samples_per_prompt": None,
         "rollout_max_response_len": None,

@@ -11,9 +11,9 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
 OTHER = {"role": "assistant", "content": "b"}
 
 
-def open_rows(path, *rows, paired=False, input_key="input", label_key=None, labelled=False):
+def open_rows(path, *rows, paired=False, input_key="input", label_key=None, labelled=False, margins=False):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return OfflineRows(str(path), paired, input_key, label_key, False, 0, labelled)
+    return OfflineRows(str(path), paired, input_key, label_key, False, 0, labelled, margins)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,18 @@ def test_schemas_of_functions_are_read_from_a_list_or_its_text(tmp_path):
     rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in (schemas, json.dumps(schemas), None)]
     found = [row.metadata for row in open_rows(tmp_path / "rows.jsonl", *rows)]
     assert found == [{"tools": schemas}, {"tools": schemas}, {}]
+
+
+def test_margins(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows = open_rows(tmp_path / "rows.jsonl", pair | {"margin": 2}, pair, paired=True, margins=True)
+    assert [row.metadata["margin"] for row in rows] == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("margin", ["2", True, float("nan")])
+def test_a_margin_is_a_number(tmp_path, margin):
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}
+    with pytest.raises(
+        DataError, match=rf"rows.jsonl:1: the column 'margin' is {margin!r}; it must be a finite number"
+    ):
+        open_rows(tmp_path / "rows.jsonl", row, paired=True, margins=True)

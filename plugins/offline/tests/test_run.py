@@ -1,17 +1,20 @@
 """Runs without an engine: what they learn, and that their result depends neither on micro-batches nor on an interruption."""
 
 import json
+import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from miles_core.config.load import load
-from miles_core.plugin import DataError, PlanError
+from miles_core.plugin import CheckpointError, ConfigError, DataError, PlanError
 from miles_core.run.checks import plan_run
 from miles_testing import plan, toy_run
-from miles_testing.toy import toy_arguments
+from miles_testing.toy import toy_arguments, toy_files
 
 OPTIONS = {
     "custom_rm_path": None,
@@ -22,6 +25,8 @@ OPTIONS = {
 SFT = {**OPTIONS, "advantage_estimator": "sft", "loss_aggregation": "token_mean"}
 DPO = {**OPTIONS, "advantage_estimator": "dpo", "kl_coef": 0.1}
 KTO = {**DPO, "advantage_estimator": "kto"}
+HEAD = "miles_value_head.weight"
+SCORES = {**OPTIONS, "advantage_estimator": "reward_model"}
 
 
 def say(role, content):
@@ -45,7 +50,7 @@ def pairs(tmp_path):
 @pytest.fixture
 def answers(tmp_path, pairs):
     columns = (("chosen", True), ("rejected", False))
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    rows = read(pairs)
     flat = [{"prompt": row["prompt"], "completion": row[c], "label": label} for row in rows for c, label in columns]
     return write(tmp_path / "answers.jsonl", flat)
 
@@ -53,6 +58,10 @@ def answers(tmp_path, pairs):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def losses(run):
@@ -105,15 +114,61 @@ def test_weights_of_labels_scale_the_loss(answers):
 
 
 def test_held_out_rows_need_both_labels(answers, tmp_path):
-    good = [json.loads(line) for line in answers.read_text().splitlines()][::2]
+    good = read(answers)[::2]
     held_out = write(tmp_path / "good.jsonl", good)
     with pytest.raises(DataError, match=r"good\.jsonl: all rows have the same label"):
         toy_run(["offline"], prompt_data=answers, held_out_data=held_out, held_out_interval=1, **KTO)
 
 
-@pytest.mark.parametrize("options", [SFT, DPO, KTO], ids=["sft", "dpo", "kto"])
+def test_a_reward_model_is_a_classifier_of_transformers(pairs, tmp_path):
+    options = {**SCORES, "lr": 1e-2, "held_out_data": pairs, "held_out_interval": 12, "export_hf": tmp_path / "model"}
+    run = toy_run(
+        ["offline"], tmp_path / "run", steps=12, prompt_data=pairs, center_rewards_coefficient=0.01, **options
+    )
+    first, last = run.metrics[0], run.metrics[-1]
+    assert first["train/loss"] == pytest.approx(math.log(2)) and first["offline/accuracy"] == 0
+    assert last["train/loss"] < 0.3 and last["offline/accuracy"] == 1
+    assert last["offline/margin"] == pytest.approx(last["offline/reward_chosen"] - last["offline/reward_rejected"])
+    assert first["offline/held_out_loss_first"] == pytest.approx(math.log(2))
+    assert last["offline/held_out_loss"] < 0.3 and last["offline/held_out_accuracy"] == 1
+
+    model, found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert model.config.num_labels == 1 and not found["missing_keys"] and not found["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    texts = [f"{row[key]}{tokenizer.eos_token}" for row in read(pairs) for key in ("chosen", "rejected")]
+    texts = [row["prompt"] + text for row, text in zip(np.repeat(read(pairs), 2), texts, strict=True)]
+    scores = model(**tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)).logits[:, 0]
+    loss = -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).mean()
+    assert loss.item() == pytest.approx(last["offline/held_out_loss"], rel=1e-4)
+
+    again = toy_run(["offline"], steps=1, hf_checkpoint=tmp_path / "model", prompt_data=pairs, **SCORES)
+    assert again.metrics[0]["offline/accuracy"] == 1  # it starts with the head of the checkpoint
+
+
+def test_a_margin_raises_the_loss(pairs):
+    rows = [row | {"margin": 0.5} for row in read(pairs)]
+    (record,) = toy_run(["offline"], steps=1, prompt_data=write(pairs, rows), **SCORES).metrics
+    assert record["train/loss"] == pytest.approx(math.log(1 + math.exp(0.5)))
+
+
+def test_a_classifier_has_one_label_and_predicts_no_tokens(pairs, tmp_path):
+    base = toy_files("llama") / "model"
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=2).save_pretrained(tmp_path / "two")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "two")
+    with pytest.raises(ConfigError, match=r"its score.weight is \[2, 32\], and a reward model has one label"):
+        toy_run(["offline"], hf_checkpoint=tmp_path / "two", prompt_data=pairs, **SCORES)
+    with pytest.raises(CheckpointError, match=r"it is a classifier .LlamaForSequenceClassification."):
+        toy_run(hf_checkpoint=tmp_path / "two")
+
+
+def test_an_unknown_family_of_classifiers_is_refused(pairs):
+    with pytest.raises(ConfigError, match="Transformers has no text classifier with the layers of DeepseekV32"):
+        toy_run(["offline"], family="deepseek_v32", prompt_data=pairs, **SCORES)
+
+
+@pytest.mark.parametrize("options", [SFT, DPO, KTO, SCORES], ids=["sft", "dpo", "kto", "scores"])
 def test_micro_batches_change_nothing(talks, pairs, answers, options):
-    data = {"sft": talks, "dpo": pairs, "kto": answers}[options["advantage_estimator"]]
+    data = {"sft": talks, "kto": answers}.get(options["advantage_estimator"], pairs)
     whole, split = (
         toy_run(["offline"], steps=3, family="llama", prompt_data=data, micro_batch_size=size, **options)
         for size in (16, 1)
@@ -123,10 +178,10 @@ def test_micro_batches_change_nothing(talks, pairs, answers, options):
     assert next(norms) == pytest.approx(next(norms), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [SFT, DPO, KTO], ids=["sft", "dpo", "kto"])
+@pytest.mark.parametrize("options", [SFT, DPO, KTO, SCORES], ids=["sft", "dpo", "kto", "scores"])
 def test_two_steps_and_two_more_equal_four(talks, pairs, answers, options, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    data = {"sft": talks, "dpo": pairs, "kto": answers}[options["advantage_estimator"]]
+    data = {"sft": talks, "kto": answers}.get(options["advantage_estimator"], pairs)
     options = {**options, "prompt_data": data, "rollout_shuffle": True}
     toy_run(["offline"], whole, steps=4, **options)
     toy_run(["offline"], parts, steps=2, **options)
@@ -135,9 +190,9 @@ def test_two_steps_and_two_more_equal_four(talks, pairs, answers, options, tmp_p
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("options", [SFT, DPO], ids=["sft", "dpo"])
+@pytest.mark.parametrize("options", [SFT, DPO, SCORES], ids=["sft", "dpo", "scores"])
 def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
-    data = pairs if options is DPO else talks
+    data = talks if options is SFT else pairs
     run = toy_run(
         ["lora", "offline"],
         tmp_path / "run",
@@ -145,11 +200,15 @@ def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
         family="llama",
         prompt_data=data,
         lora_rank=4,
+        export_hf=tmp_path / "model",
         **{**options, "lr": 2e-2},
     )
     assert losses(run)[-1] < losses(run)[0]
     trained = {name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad}
-    assert trained and all("lora" in name for name in trained)
+    assert (HEAD in trained) == (options is SCORES) and {*trained} - {HEAD}
+    assert all("lora" in name for name in trained - {HEAD})
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert ("score.weight" in exported) == (options is SCORES) and not any("lora" in name for name in exported)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +217,13 @@ def test_adapters_are_trained_alone(talks, pairs, options, tmp_path):
         ({"advantage_estimator": "grpo"}, "the other estimators compare samples of the policy"),
         ({**DPO, "kl_coef": 0.0}, "--kl-coef is the beta of the loss"),
         ({**DPO, "global_batch_size": 2}, "--rollout-batch-size is the number of pairs .kto: rows. per step"),
-        ({**KTO, "num_steps_per_rollout": 2}, "the log-ratios are computed before the optimizer step"),
+        ({**KTO, "num_steps_per_rollout": 2}, "log-ratios or scores are computed before the optimizer step"),
         ({**KTO, "rollout_batch_size": 1}, "its reference is estimated with the answers of other rows"),
         ({**KTO, "kl_coef": 0.0}, "--kl-coef is the beta of the loss"),
         ({**KTO, "label_key": "good"}, "for kto prompt, completion and label"),
         ({**DPO, "label_key": "chosen"}, "the columns of a preference are prompt"),
+        ({**SCORES, "kl_coef": 0.1}, "a score in place of the probabilities of tokens"),
+        ({**SCORES, "global_batch_size": 2}, "log-ratios or scores are computed before the optimizer step"),
         ({**SFT, "prompt_data": None}, "give --prompt-data FILE"),
         ({**SFT, "kl_coef": 0.1}, "use --kl-loss-coef"),
         ({**SFT, "schedule": "async"}, "no engine generates any"),

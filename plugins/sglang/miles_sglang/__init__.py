@@ -25,7 +25,7 @@ _UNRECORDED = (
 
 plugin = Plugin(
     name="sglang",
-    summary="SGLang as the rollout engine: a separate local process, or a server that is already running",
+    summary="SGLang as the rollout engine: a separate local process, or servers that are already running",
     version=__version__,
     core="~=0.1",
     config=SglangConfig,
@@ -33,7 +33,14 @@ plugin = Plugin(
         "engine == sglang and model.quantized != none and rollout.precision == bf16": (
             "the checkpoint stores quantised weights, and SGLang receives the dequantised ones in BF16: only --rollout-precision selects a "
             "format for the rollout, while a server of SGLang alone would take the checkpoint's"
-        )
+        ),
+        "engine == sglang and sglang.url and not sglang.weights_dir": (
+            "the running servers receive weights over HTTP, in messages with checksums; --sglang-weights-dir DIR sends them as files instead, in a "
+            "directory that all servers can read"
+        ),
+        "engine == sglang and sglang.url and sglang.weights_dir": (
+            "the running servers receive weights as files, which they must be able to read in --sglang-weights-dir"
+        ),
     },
     foreign_flags={
         f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it"
@@ -234,7 +241,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
-    hooks={"": "miles_sglang.early:Early"},
+    hooks={"": "miles_sglang.early:Early", "sglang.url": "miles_sglang.pool_metrics:PoolMetrics"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

@@ -2,8 +2,8 @@
 
 SGLang is started with the base model from the checkpoint, and several policies may share it (``shared``). Each version of an adapter is
 loaded under a name of its own, requests name it, and the previous version is unloaded; SGLang caches prefixes per adapter, so no prefix of
-an earlier version is used. The adapter travels as a directory in peft's format, which SGLang's process must be able to read. SGLang can
-also receive tensors, but unpickles them.
+an earlier version is used. The adapter travels as a directory in peft's format, which SGLang's process must be able to read, or over HTTP
+(``tensor_messages``).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class ServedAdapter:
 
     Args:
         call: calls an endpoint of SGLang.
-        directory: where adapters are written for SGLang.
+        directory: where adapters are written for SGLang; None if they are sent over HTTP.
     """
 
-    def __init__(self, call: Callable[[str, Mapping[str, Any]], Awaitable[Any]], directory: Path) -> None:
+    def __init__(self, call: Callable[..., Awaitable[Any]], directory: Path | None) -> None:
         self._call, self._directory = call, directory
         self._name, self._version = "", -1
         self._numbers, self._owner = itertools.count(), secrets.token_hex(4)  # other runs may use the same server
@@ -100,16 +100,22 @@ class ServedAdapter:
     async def _add(self, message: Mapping[str, Any], version: int) -> str:
         """Load an adapter under a new name, and return the name."""
         name = f"{message[ADAPTER]}-{version}-{self._owner}-{next(self._numbers)}"
-        path = self._directory / name
-        path.mkdir(parents=True)
-        try:
-            (path / "adapter_config.json").write_text(json.dumps(message["config"]), encoding="utf-8")
-            (path / "adapter_model.safetensors").write_bytes(message["tensors"])
-            answer = await self._call("load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
-        finally:
-            shutil.rmtree(path)
+        if self._directory is None:
+            body = {"lora_name": name, "config_dict": message["config"]}
+            answer = await self._call("load_lora_adapter_from_tensors", body, message["tensors"])
+        else:
+            answer = await self._add_file(message, name, self._directory / name)
         if not answer["success"]:
             raise MilesError(
                 f"SGLang rejected the adapter of version {version}: {answer.get('error_message') or 'no reason given'}"
             )
         return name
+
+    async def _add_file(self, message: Mapping[str, Any], name: str, path: Path) -> Any:
+        path.mkdir(parents=True)
+        try:
+            (path / "adapter_config.json").write_text(json.dumps(message["config"]), encoding="utf-8")
+            (path / "adapter_model.safetensors").write_bytes(message["tensors"])
+            return await self._call("load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
+        finally:
+            shutil.rmtree(path)

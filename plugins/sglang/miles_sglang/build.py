@@ -21,10 +21,12 @@ from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.images import ImageReader
 from miles_sglang.link import Link
+from miles_sglang.member import Model
 from miles_sglang.memory import default_share
+from miles_sglang.pool import connect_pool
+from miles_sglang.pool_metrics import report_news
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
-from miles_sglang.server import ServerLink
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedServer, share
@@ -82,9 +84,10 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     choices = _choices(run, policy)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
-    return assemble(
-        checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of, processor, shared
-    )
+    codec = make_codec(run, policy)
+    engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
+    report_news(run, engine.link)
+    return engine
 
 
 def log_file_of(run: Any) -> Path:
@@ -135,7 +138,7 @@ def _own_choices(run: Any, policy: Any) -> Choices:
         max_running_requests=config.rollout.max_running_requests,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
-        url=options.url,
+        url=options.url or (),
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
@@ -182,7 +185,8 @@ def assemble(
     config = language_config(checkpoint)
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    connect = partial(_connect, choices, served, context, config, directory, early)
+    model = Model(Path(checkpoint), config, receives=shared is None)
+    connect = partial(_connect, choices, served, context, model, directory, early)
     link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
@@ -196,6 +200,7 @@ def assemble(
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         restarts=Restarts(choices.max_restarts),
         separate_draft=choices.separate_draft and not choices.trains_draft,
+        over_http=choices.over_http,
         allow_mismatch=choices.allow_mismatch,
     )
     engine = SglangEngine(link, settings)
@@ -232,14 +237,14 @@ def _connect(
     choices: Choices,
     served: Served,
     context: int,
-    config: Mapping[str, Any],
+    model: Model,
     directory: Path,
     early: dict[Path, Spawned] | None,
 ) -> Link:
-    """Return the link to a running server, or to a process that starts SGLang."""
+    """Return the link to running servers, or to a process that starts SGLang."""
     if choices.url:
-        return ServerLink(choices.url, choices.startup_timeout, choices.arguments)
-    arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
+        return connect_pool(choices, model)
+    arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, model.config)
     return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
 
 

@@ -20,7 +20,7 @@ class Choices:
         device: ``cuda`` or ``cpu``.
         max_context: maximum tokens of prompt and response; 0 means the model's limit.
         routed_dtype: dtype of the routed experts column.
-        url: address of a running server; then this run does not start SGLang.
+        url: addresses of running servers, or a file of them; then this run does not start SGLang.
         bucket_bytes: maximum bytes of a bucket of weights.
         python_path: directories that come first on the import path of SGLang's processes.
         max_restarts: how often to restart SGLang after it died.
@@ -38,7 +38,7 @@ class Choices:
     max_running_requests: int = 256
     kv_cache_dtype: str = "auto"
     routed_dtype: str = "int32"
-    url: str | None = None
+    url: tuple[str, ...] = ()
     weights_dir: Path | None = None
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
@@ -68,6 +68,11 @@ class Choices:
     def keyed(self) -> bool:
         """Whether a request's seed determines its tokens."""
         return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
+
+    @property
+    def over_http(self) -> bool:
+        """Whether weights are sent to running servers over HTTP instead of through files."""
+        return bool(self.url) and self.weights_dir is None
 
     @property
     def versioned(self) -> bool:

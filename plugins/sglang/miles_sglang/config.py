@@ -42,17 +42,18 @@ _LISTS: dict[str, Any] = {f"list[{t.__name__}]": tuple[t, ...] for t in (int, fl
 class EngineOptions:
     """SGLang as the rollout engine."""
 
-    url: str | None = option(
+    url: tuple[str, ...] | None = option(
         None,
         flag="--sglang-url",
-        help="use the SGLang server running at this address instead of starting one; weights are sent through a directory "
-        "that both can read (--sglang-weights-dir)",
-        metavar="URL",
+        help="use the SGLang servers running at these addresses instead of starting one; or a file with one address per line, which may change "
+        "during the run",
+        metavar="URL,URL|@FILE",
     )
     weights_dir: str | None = option(
         None,
         flag="--sglang-weights-dir",
-        help="directory for weight updates that SGLang reads from files (default: in the run's directory)",
+        help="directory for weight updates that SGLang reads from files (default: in the run's directory); running servers, which must be able "
+        "to read it, otherwise receive weights over HTTP",
         metavar="DIR",
     )
     python_path: str | None = option(

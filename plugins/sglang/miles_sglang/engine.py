@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -22,34 +21,20 @@ from miles_sglang.adapters import ADAPTER, ServedAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
-from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.inflight import Call
+from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
 from miles_sglang.settings import Settings
+from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
 from miles_workers import Renewal
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
+#: Sends the body of ``generate``, and returns server -> answer.
+_Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
-
-
-@dataclass(eq=False)
-class _Call:
-    """One request in flight.
-
-    Attributes:
-        sent: SGLang has it; otherwise it waits for ``resume``.
-        aborted: ``abort`` selected it.
-        stirred: set by ``abort`` to wake a request that waits.
-    """
-
-    key: int
-    rid: str
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    stirred: asyncio.Event = field(default_factory=asyncio.Event)
-    sent: bool = False
-    aborted: bool = False
 
 
 class SglangEngine(Engine):
@@ -64,7 +49,7 @@ class SglangEngine(Engine):
         self.link, self.settings, self._served = link, settings, settings.served
         self.capabilities = settings.capabilities
         self._info: Mapping[str, Any] = {}
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
         self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
@@ -72,7 +57,8 @@ class SglangEngine(Engine):
         self._open = asyncio.Event()
         self._renewal = Renewal(self, "SGLang", settings.restarts, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
-        self._adapter = ServedAdapter(lambda endpoint, body: self.link.call(endpoint, body), settings.weights_dir)
+        directory = None if settings.over_http else settings.weights_dir
+        self._adapter = ServedAdapter(lambda *arguments: self.link.call(*arguments), directory)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -86,13 +72,6 @@ class SglangEngine(Engine):
 
     async def start(self) -> None:
         self._info = await self.link.start()
-        draft = self._info.get("speculative_draft_model_path")
-        if not self.link.same_host and draft not in (None, self._info.get("model_path")):
-            await self.link.stop()
-            raise SglangError(
-                f"the server drafts with {draft}, and would load every weight update into the draft model too, because it reads both "
-                "models from the same directory; start it without the draft"
-            )
         self._paused = None
         self._open.set()
 
@@ -106,7 +85,8 @@ class SglangEngine(Engine):
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         ours = self.link.same_host
-        return "restart" if not loads_in_place(format, ours) else "in_place" if ours else "via_disk"
+        in_place = ours or self.settings.over_http
+        return "restart" if not loads_in_place(format, ours) else "in_place" if in_place else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
         return make_quantizer(self.link, format)
@@ -125,7 +105,7 @@ class SglangEngine(Engine):
         # fixed width: SGLang aborts every request whose id starts with the given one
         rid = f"{next(self._numbers):016x}"
         body = self.settings.translator.body(request, rid)
-        call = self._calls[rid] = _Call(request.key, rid)
+        call = self._calls[rid] = Call(request.key, rid)
         try:
             answer = None
             while answer is None:
@@ -139,8 +119,8 @@ class SglangEngine(Engine):
             call.done.set()
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
-    async def _send_request(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
-        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died."""
+    async def _send_request(self, call: Call, body: Mapping[str, Any]) -> Answer | None:
+        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost with SGLang's process or server."""
         times, call.sent = self._renewal.times, True
         try:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
@@ -148,12 +128,13 @@ class SglangEngine(Engine):
             call.sent = False
             await self._renewal.renew_after(lost, times)
             return None
-        except SglangError:
-            if call.aborted:
+        except SglangError as error:
+            call.sent = call.sent and not isinstance(error, ServerLeft)
+            if call.aborted or not call.sent:
                 return None
             raise
 
-    async def _until_open(self, call: _Call) -> None:
+    async def _until_open(self, call: Call) -> None:
         """Wait until the engine accepts requests or the call is aborted."""
         while not self._open.is_set() and not call.aborted:
             opened, stirred = (asyncio.ensure_future(e.wait()) for e in (self._open, call.stirred))
@@ -172,20 +153,37 @@ class SglangEngine(Engine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
+        async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
+            return {"": await self.link.generate(body)}
+
+        return (await self._score(ask, sequences, temperature, media))[""]
+
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
+    ) -> Mapping[str, list[np.ndarray]]:
+        return await self._score(self.link.generate_each, sequences, temperature, media)
+
+    async def _score(
+        self, ask: _Ask, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Any]
+    ) -> dict[str, list[np.ndarray]]:
+        """Return the scores by server, without servers that left before they had scored all sequences."""
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
         self._check_usable()
         check_scored(sequences, self.settings.translator.max_context)
-        shown = media or [()] * len(sequences)
-        return list(await asyncio.gather(*map(self._score, sequences, shown)))
+        pairs = zip(sequences, media or [()] * len(sequences), strict=True)
+        each = await asyncio.gather(*(self._score_one(ask, *pair) for pair in pairs))
+        names = [name for name in each[0] if all(name in found for found in each)] if each else [""]
+        return {name: [found[name] for found in each] for name in names}
 
-    async def _score(self, sequence: Sequence[int], media: tuple[Any, ...]) -> np.ndarray:
-        if len(sequence) == 1:
-            return np.zeros(0, np.float32)
+    async def _score_one(self, ask: _Ask, sequence: Sequence[int], media: tuple[Any, ...]) -> dict[str, np.ndarray]:
         body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
-        answer = await self._renewal.retry(lambda: self.link.generate(self._adapter.select(body)))
-        return np.array(answer.columns["prompt_log_probs"])
+        none = np.zeros(0, np.float32)  # of a single token
+        while True:
+            with suppress(ServerLeft):
+                answers = await self._renewal.retry(lambda: ask(self._adapter.select(body)))
+                return {name: np.array(found.columns.get("prompt_log_probs", none)) for name, found in answers.items()}
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class SglangEngine(Engine):
         wanted = None if keys is None else frozenset(keys)
         await self._abort_calls([c for c in self._calls.values() if wanted is None or c.key in wanted])
 
-    async def _abort_calls(self, calls: Iterable[_Call]) -> None:
+    async def _abort_calls(self, calls: Iterable[Call]) -> None:
         for call in calls:
             call.aborted = True
             call.stirred.set()
@@ -305,13 +303,19 @@ class SglangEngine(Engine):
         self._usable = self._usable and staged
         if staged or self._update_method() != "in_place":
             return BufferedArrival(lambda units: self._load(units, version))
+        self.link.begin_update()
         return StreamedArrival(
-            self._loading(), NameCheck(self._served.names), self.settings.bucket_bytes, self._serve, version
+            self._loading(), NameCheck(self._served.names), self._bucket_bytes(), self._serve, version
         )
+
+    def _bucket_bytes(self) -> int:
+        most = self.settings.bucket_bytes
+        return most if self.link.same_host else min(most, MESSAGE_BYTES // int(self._info.get("tp_size") or 1))
 
     async def _load(self, units: Iterable[Encoded], version: int) -> None:
         """Load a complete update into SGLang."""
         self._usable = False
+        self.link.begin_update()
         update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
         await update[self._update_method()](self._served.names.check_all(units), version)
         self._serve(version)
@@ -355,7 +359,7 @@ class SglangEngine(Engine):
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
         loading = self._loading()
         try:
-            for bucket in buckets.split_into_buckets(named, self.settings.bucket_bytes):
+            for bucket in buckets.split_into_buckets(named, self._bucket_bytes()):
                 await loading.add(bucket)
             await loading.finish(version)  # all names of the stream have been checked
         finally:
@@ -363,7 +367,7 @@ class SglangEngine(Engine):
 
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """Send one bucket. version: the version that this bucket completes; None for all buckets but the last."""
-        if self._spans:
+        if self._spans or not self.link.same_host:
             flat = flat.to_host()
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
         body["copies"] = self._spans

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from miles_core.plugin import MilesError
@@ -22,14 +23,30 @@ class SglangLost(EngineLost, SglangError):
     """SGLang's process ended unexpectedly."""
 
 
+class ServerLeft(SglangError):
+    """The server that had a request left the pool. Another server can answer the request."""
+
+
+@dataclass
+class PoolNews:
+    """What happened to running servers: numbers of servers that serve, joined and left, and of requests that were sent again."""
+
+    serving: int = 0
+    joined: int = 0
+    left: int = 0
+    retried: int = 0
+
+
 class Link(ABC):
     """A connection to one SGLang.
 
     Attributes:
         same_host: SGLang runs on this machine and can read this process's tensors.
+        news: what happened to the servers; None if this run starts SGLang.
     """
 
     same_host: bool = False
+    news: PoolNews | None = None
 
     def span(self, machines: int, index: int, address: str) -> None:
         """See ``Engine.span``."""
@@ -48,7 +65,7 @@ class Link(ABC):
 
     @abstractmethod
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        """Call the endpoint ``generate``. Raises the errors of ``call``."""
+        """Call the endpoint ``generate``. Raises the errors of ``call``, and ServerLeft."""
 
     @abstractmethod
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
@@ -57,6 +74,13 @@ class Link(ABC):
         Raises:
             SglangError: SGLang rejected the call.
             SglangLost: SGLang ended before it answered."""
+
+    async def generate_each(self, body: Mapping[str, Any]) -> Mapping[str, Answer]:
+        """Call ``generate`` on every server: address -> answer. A single SGLang is named ""."""
+        return {"": await self.generate(body)}
+
+    def begin_update(self) -> None:
+        """Called before the first call of an update of all weights."""
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Stop SGLang or its remaining processes and start it with its first arguments, updated by ``changes``.

@@ -7,17 +7,17 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from miles_core.plugin import Facts, Problem, Review, describe_fact
+from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
+from miles_sglang.server_list import ServerList
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -44,6 +44,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_images(facts),
         *_python_path(facts),
         *_address(facts),
+        *_several_processes(facts),
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),
@@ -164,18 +165,27 @@ def _machines(facts: Facts) -> Iterator[Problem]:
 
 
 def _address(facts: Facts) -> Iterator[Problem]:
-    url = facts.value("sglang.url")
-    if url and not _is_address(url):
-        why = "the run connects to the server over HTTP at this host and port"
-        yield Problem("sglang", "an address like http://host:30000", why, (describe_fact(facts.lookup("sglang.url")),))
-
-
-def _is_address(url: str) -> bool:
+    """Report addresses of servers that cannot be used."""
+    if not (listed := facts.value("sglang.url")):
+        return
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        return False
+        ServerList(str(listed).split(",")).read()
+    except ConfigError as error:
+        needs = "addresses like http://host:30000, or a file of them"
+        yield Problem("sglang", needs, str(error), (describe_fact(facts.lookup("sglang.url")),))
+
+
+def _several_processes(facts: Facts) -> Iterator[Problem]:
+    """Report several processes of the run that would each send all weights to the same servers, and pause all of them."""
+    names = ("ray.rollout_num_gpus", "ray.rollout_num_gpus_per_engine")
+    if not facts.value("plugin.ray") or not facts.value("sglang.url") or facts.value("transport") == "adapter":
+        return
+    gpus, per_engine = (facts.value(name) for name in names)
+    if gpus and per_engine and gpus > per_engine:
+        why = "one process of the run distributes requests and weights over all servers of --sglang-url"
+        values = tuple(describe_fact(facts.lookup(name)) for name in (*names, "sglang.url"))
+        tries = [{names[0]: per_engine}]
+        yield Problem("sglang", "one engine", why, values, choices=names[:1], tries=lambda: tries)
 
 
 def _draft(facts: Facts) -> Iterator[Problem]:

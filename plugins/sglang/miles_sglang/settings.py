@@ -50,6 +50,7 @@ class Settings:
         device: ``cuda`` if this run started SGLang on a GPU that this process can use: host weights are copied there first and SGLang
             copies them through CUDA IPC; empty if they are sent as bytes.
         separate_draft: SGLang drafts with a separate model, which updates must not change.
+        over_http: updates are sent to running servers over HTTP instead of through files.
         allow_mismatch: continue if an update does not write all parameters.
         restarts: counts how often SGLang may be restarted after it died.
     """
@@ -63,5 +64,6 @@ class Settings:
     bucket_bytes: int = 512 << 20
     device: str = ""
     separate_draft: bool = False
+    over_http: bool = False
     allow_mismatch: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))

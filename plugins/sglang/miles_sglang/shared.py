@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_sglang.answers import Answer
-from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.link import Link, PoolNews, SglangError, SglangLost
 
 #: Calls that would stop the requests of all engines. The engine holds or aborts its own requests before it makes them, and SGLang keeps
 #: cached prefixes apart by adapter.
@@ -43,6 +43,10 @@ class SharedLink(Link):
     @property
     def same_host(self) -> bool:  # type: ignore[override]
         return self._server.link.same_host
+
+    @property
+    def news(self) -> PoolNews | None:  # type: ignore[override]
+        return self._server.link.news
 
     def span(self, machines: int, index: int, address: str) -> None:
         self._server.link.span(machines, index, address)
@@ -78,6 +82,10 @@ class SharedLink(Link):
     async def generate(self, body: Mapping[str, Any]) -> Answer:
         self._check_current()
         return await self._server.link.generate(self._mark(body))
+
+    async def generate_each(self, body: Mapping[str, Any]) -> Mapping[str, Answer]:
+        self._check_current()
+        return await self._server.link.generate_each(self._mark(body))
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         self._check_current()

@@ -95,7 +95,7 @@ def test_options_are_checked_before_anything_is_started(plan):
 
 def test_an_address_and_a_table_are_looked_at_in_the_plan(plan):
     for url in ("localhost:30000", "http://host:port", "http://:3"):
-        with pytest.raises(PlanError, match="an address like http://host:30000"):
+        with pytest.raises(PlanError, match="addresses like http://host:30000"):
             plan(engine="sglang", sglang_url=url)
     with pytest.raises(PlanError, match=r"JSON in --sglang-json-model-override-args(.|\n)*in double quotes"):
         plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args="{bad")

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.mismatch.server_causes import CAUSES, make_checkpoint
 from benchmarks.mismatch.server_double import Faults, Handler, serve
 from miles_core.cli.main import main
+from miles_tools.verify.server import connect, restore_last
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +140,40 @@ def test_the_key_is_sent_and_not_written(verify, checkpoint, monkeypatch, tmp_pa
         "very-secret"
         not in (tmp_path / "out" / "verify.json").read_text() + (tmp_path / "out" / "verify.html").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("listed", "given", "found"),
+    [
+        ([5, 0, 3], [5, 9, 3], [5, 9, 3]),
+        ([7, 5, 0, 0], [5, 9, 9], [7, 5, 9, 9]),
+        ([0, 0], [8, 9], [0, 0]),
+        ([5], [5, 9], [5]),
+    ],
+)
+def test_sglang_lists_the_last_id_of_the_vocabulary_as_0(listed, given, found):
+    assert restore_last(listed, given) == found
+
+
+def test_a_sound_sglang_scores_the_last_id_of_the_vocabulary(checkpoint):
+    last = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
+    with serve(checkpoint) as url:
+        server = connect(url)
+        assert len(server.score([3, last, 5, last])) == 3 and server.added == []
+
+
+class Echo(Handler):
+    """Answers like SGLang's OpenAI interface: an echo has the text of tokens, and their ids apart."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        row = body["prompt"]
+        if not body.get("echo"):
+            return self.send({"choices": [{"index": 0, "token_ids": [1], "prompt_token_ids": row}]})
+        logprobs = {"tokens": ["x"] * (len(row) + 1), "token_logprobs": [None, *map(float, range(len(row)))]}
+        return self.send({"choices": [{"index": 0, "token_ids": [1], "prompt_token_ids": row, "logprobs": logprobs}]})
+
+
+def test_an_echo_without_ids_in_its_tokens_is_read(checkpoint):
+    with serve(checkpoint, protocol="openai", handler=Echo) as url:
+        assert connect(url).score([7, 8, 9]).tolist() == [0.0, 1.0]

@@ -116,6 +116,11 @@ def test_bad_input_is_one_line_and_changes_nothing(recorded, tmp_path):
     refused(r"is not a run directory: it has no config\.yaml", tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(recorded, broken)
+    config = broken / "config.yaml"
+    whole = config.read_text()
+    config.write_text(whole[: whole.index("\ndefaults:")])
+    refused(r"config\.yaml is incomplete: it ends before the defaults; restore it$", broken)
+    config.write_text(whole)
     samples = step_directory(broken, 3) / "samples.safetensors"
     samples.write_bytes(samples.read_bytes()[:200])
     refused(r"the files of this step are damaged or incomplete", broken)
