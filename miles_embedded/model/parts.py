@@ -71,8 +71,8 @@ def backbone(model: nn.Module) -> nn.Module:
     return stack
 
 
-def layer_list(model: nn.Module) -> nn.ModuleList:
-    """Return the list of decoder layers in the decoder stack, with additional layers (``extra_layers``)."""
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers that the model runs, in order, without additional layers (``extra_layers``)."""
     stack = backbone(model)
     places = [(stack, name) for name in _LISTS] + [(getattr(stack, "encoder", None), "layer")]
     layers = next((x for part, name in places if isinstance(x := getattr(part, name, None), nn.ModuleList)), None)
@@ -80,12 +80,7 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
         raise CheckpointError(
             f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
         )
-    return layers
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers that the model runs, in order, without additional layers."""
-    layers, config = layer_list(model), text_configuration(model)
+    config = text_configuration(model)
     run = next((n for name in _COUNTS if (n := getattr(config, name, None))), len(layers))
     return layers if run >= len(layers) else layers[:run]
 
