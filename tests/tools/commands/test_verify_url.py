@@ -4,6 +4,7 @@ import json
 import socket
 
 import pytest
+import torch
 
 from benchmarks.mismatch.server_causes import CAUSES, make_checkpoint
 from benchmarks.mismatch.server_double import Faults, Handler, serve
@@ -52,6 +53,42 @@ def test_a_planted_cause_is_named_with_its_share(verify, checkpoint, name, proto
     assert code == 1
     assert planted.expected in policy["findings"][0] and "What to do:" in policy["findings"][0]
     assert next(c for c in policy["budget"]["causes"] if planted.expected in c["name"])["share"] > 0.9
+
+
+def repeated(logits, sampling, tokens, prompt):
+    """Divide positive logits of tokens that occurred by 1.37, and multiply negative ones."""
+    seen = list(set(tokens))
+    changed = logits.clone()
+    changed[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.37, logits[seen] * 1.37)
+    return changed / sampling["temperature"]
+
+
+def generated_only(logits, sampling, tokens, prompt):
+    return repeated(logits, sampling, tokens[prompt:], 0)
+
+
+def above(logits, sampling, *_):
+    """Report log-probs over the tokens that have a fifth of the largest probability (min-p)."""
+    p = (logits / sampling["temperature"]).softmax(-1)
+    return (logits / sampling["temperature"]).masked_fill(p < 0.2 * p.max(), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "words"),
+    [
+        (repeated, "a repetition penalty of about 1.37, by which logits of repeated tokens of prompt and response", ()),
+        (repeated, "a repetition penalty of about 1.37", ("--rollout-temperature", "0.7")),
+        (generated_only, "a repetition penalty of about 1.37, by which logits of repeated tokens are divided", ()),
+        (above, "the tokens that a min-p of about 0.2 keeps", ()),
+    ],
+)
+def test_a_default_of_the_server_is_the_only_cause(verify, checkpoint, reported, name, words):
+    with serve(checkpoint, Faults(reported=reported), "openai") as url:
+        code, out, _ = verify(url, "--json", "--rollout-max-response-len", "8", *words)
+    (policy,) = json.loads(out)["policies"]
+    assert code == 1
+    (finding,) = policy["findings"]
+    assert name in finding and "100% of the gap" in finding
 
 
 def test_a_server_that_does_not_score_says_what_cannot_be_measured(verify, checkpoint):
