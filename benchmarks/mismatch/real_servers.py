@@ -69,7 +69,10 @@ class Fault:
 
 
 _WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, **_HEADS}
-_CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64, **_HEADS}
+_GEMMA = {"query_pre_attn_scalar": 64, "tie_word_embeddings": True, **_HEADS}
+_CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, **_GEMMA}
+_CAPPED_ATTENTION = {"final_logit_softcapping": None, "attn_logit_softcapping": 0.2, **_GEMMA}
+_SAMPLED = {"do_sample": True}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_HEADS}
 _OTHER_ROPE = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 #: Faults of every server.
@@ -92,7 +95,6 @@ FAULTS = {
         Fault("raw log-probs", "raw log-probs", variables={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, words=COLD),
     ),
     "vllm": (  # Gemma 2 and defaults of requests: SGLang 0.5.17 cannot start the one, and ignores the others in completions
-        *COMMON,
         Fault(
             "softcap ignored",
             "softcap of the output logits",
@@ -100,10 +102,25 @@ FAULTS = {
             _CAPPED,
             config={"final_logit_softcapping": None},
         ),
+        Fault("sound gemma2", "", "gemma2", _CAPPED_ATTENTION),
+        Fault(
+            "softcap of attention ignored",
+            "softcap of attention logits",
+            "gemma2",
+            _CAPPED_ATTENTION,
+            config={"attn_logit_softcapping": None},
+        ),
+        Fault("penalty of the server", "a repetition penalty of about 1.50", entries=_SAMPLED | {"repetition_penalty": 1.5}),
+        Fault("min-p of the server", "a min-p of about 0.2", entries=_SAMPLED | {"min_p": 0.2}),
+        Fault(
+            "min-p that log-probs do not show",
+            "another distribution",
+            entries=_SAMPLED | {"min_p": 0.2},
+            server=("--logprobs-mode", "raw_logprobs"),
+        ),
+        *COMMON,
         Fault("window ignored", "sliding window is ignored", sizes=_WINDOW, config={"use_sliding_window": False}),
         Fault("raw log-probs", "raw log-probs", server=("--logprobs-mode", "raw_logprobs"), words=COLD),
-        Fault("penalty of the server", "a penalty", entries={"repetition_penalty": 1.5, "do_sample": True}),
-        Fault("min-p of the server", "another distribution", entries={"min_p": 0.2, "do_sample": True}),
     ),
 }
 
