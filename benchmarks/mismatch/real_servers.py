@@ -110,7 +110,11 @@ FAULTS = {
             _CAPPED_ATTENTION,
             config={"attn_logit_softcapping": None},
         ),
-        Fault("penalty of the server", "a repetition penalty of about 1.50", entries=_SAMPLED | {"repetition_penalty": 1.5}),
+        Fault(
+            "penalty of the server",
+            "a repetition penalty of about 1.50",
+            entries=_SAMPLED | {"repetition_penalty": 1.5},
+        ),
         Fault("min-p of the server", "a min-p of about 0.2", entries=_SAMPLED | {"min_p": 0.2}),
         Fault(
             "min-p that log-probs do not show",

@@ -59,9 +59,7 @@ class Processing:
         """Whether the reported log-probabilities are those of the model."""
         return replace(self, name="", advice="", fitted=False) == Processing("")
 
-    def apply(
-        self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, normalizer: np.ndarray
-    ) -> np.ndarray:
+    def apply(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, normalizer: np.ndarray) -> np.ndarray:
         """Compute the reported log-probabilities.
 
         Args:

@@ -345,8 +345,8 @@ def _clash(one: Deviation, other: Deviation) -> bool:
 
 
 def _shorten(error: MilesError) -> str:
-    """Return the first reason of an error: that of a refused plan is in its second line."""
-    lines = [line.strip().removeprefix("x ") for line in str(error).splitlines()]
+    """Return the first reason of an error: that of a refused plan is in its second line with text."""
+    lines = [line.strip().removeprefix("x ") for line in str(error).splitlines() if line.strip()]
     return (lines[1] if isinstance(error, PlanError) and len(lines) > 1 else lines[0])[:160]
 
 

@@ -91,6 +91,16 @@ def test_a_default_of_the_server_is_the_only_cause(verify, checkpoint, reported,
     assert name in finding and "100% of the gap" in finding
 
 
+def test_a_deviation_that_cannot_be_imitated_has_a_reason(verify, checkpoint):
+    planted = cause("one layer of other weights")
+    with serve(checkpoint, planted.faults, "openai") as url:
+        _, out, _ = verify(url, "--json")
+    (policy,) = json.loads(out)["policies"]
+    assert planted.expected in policy["findings"][0]
+    reasons = {c["name"]: c["why"] for c in policy["budget"]["causes"] if "NVFP4" in c["name"]}
+    assert reasons and all("supported by no active plugin" in why for why in reasons.values())
+
+
 def test_a_server_that_does_not_score_says_what_cannot_be_measured(verify, checkpoint):
     with serve(checkpoint, Faults(scores=False), "openai") as url:
         code, out, _ = verify(url)
