@@ -19,7 +19,6 @@ _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 _KEEP = (
     "send the server's parameters explicitly in training, or train on the processed log-probs of the same distribution"
 )
-
 _NO_PENALTY = (
     "set repetition_penalty 1, presence_penalty 0 and frequency_penalty 0 in every request: the server has defaults "
     "(generation_config.json; vLLM: --generation-config vllm)"
@@ -98,7 +97,7 @@ class Processing:
         return found if self.counted else np.minimum(found, 1)
 
     def _find_kept(self, logits: np.ndarray) -> np.ndarray:
-        """Return bool [n, vocabulary]: the tokens that min-p, top-k and top-p keep. Rows are in descending order unless penalties changed them."""
+        """Return bool [n, vocabulary]: the tokens that min-p, top-k and top-p keep, for rows in any order."""
         order = np.argsort(-logits, -1, kind="stable")
         ranked = np.take_along_axis(logits, order, -1)
         p = np.exp(ranked - ranked.max(-1, keepdims=True))
@@ -169,7 +168,8 @@ def find_neighbours(one: Processing, wanted: Sampling, factor: float) -> Iterato
 
 def _put_first(default: Any, tried: Sequence[float]) -> list[float]:
     """Return the default of generation_config.json, if it has one that changes something, and then the values that are always tried."""
-    return [*([float(default)] if isinstance(default, int | float) and default not in (0, 1) else ()), *tried]
+    usable = isinstance(default, int | float) and default > 0 and default != 1
+    return [float(default), *tried] if usable else [*tried]
 
 
 def _penalised(temperature: float, value: float, counted: bool, in_prompt: bool) -> Processing:
