@@ -9,6 +9,8 @@ import torch
 from benchmarks.mismatch.server_causes import CAUSES, make_checkpoint
 from benchmarks.mismatch.server_double import Faults, Handler, serve
 from miles_core.cli.main import main
+from miles_core.contracts.engine import Sampling
+from miles_tools.verify.processing import find_processings
 from miles_tools.verify.server import connect, restore_last
 
 
@@ -89,6 +91,14 @@ def test_a_default_of_the_server_is_the_only_cause(verify, checkpoint, reported,
     assert code == 1
     (finding,) = policy["findings"]
     assert name in finding and "100% of the gap" in finding
+
+
+@pytest.mark.parametrize(("given", "tried"), [(1.17, True), (1, False), (0, False), (-2.0, False), ("1.17", False)])
+def test_a_repetition_penalty_of_the_checkpoint_is_tried(given, tried):
+    sampling = Sampling(max_new_tokens=4)
+    usual = {one.repetition for one in find_processings(sampling, {})}
+    found = {one.repetition for one in find_processings(sampling, {"repetition_penalty": given})}
+    assert found - usual == ({1.17} if tried else set())
 
 
 def test_a_deviation_that_cannot_be_imitated_has_a_reason(verify, checkpoint):
