@@ -58,6 +58,12 @@ class Processing:
         """Whether the reported log-probabilities are those of the model."""
         return replace(self, name="", advice="", fitted=False) == Processing("")
 
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What is changed, without by how much."""
+        changed = (self.top_p < 1, self.top_k > 0, self.min_p > 0, self.penalty != 0, self.repetition != 1)
+        return (*changed, self.counted, self.in_prompt, self.fitted)
+
     def apply(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, normalizer: np.ndarray) -> np.ndarray:
         """Compute the reported log-probabilities.
 

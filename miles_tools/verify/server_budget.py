@@ -41,6 +41,8 @@ from miles_tools.verify.verify import Verification
 _LEAST = 0.3
 #: Factors by which fitted values are changed, one after another, until rounding explains the errors.
 _FACTORS = tuple(1 + 0.15 / 2**halving for halving in range(20))
+#: Kinds of processing whose values are refined: with few repeated tokens, tried values of another kind can be closer.
+_KINDS = 4
 #: Most deviations of the model that are combined.
 _MOST = 3
 #: Errors in nats count as at most this in the choice of deviations, so that a few tokens do not decide it.
@@ -260,16 +262,29 @@ class _Division:
 
         if not await exceeds(self.requested):
             return self.requested
-        best, least = self.requested, (1 - _LEAST) * _squares(await errors_of(self.requested))
+
+        async def refine(one: Processing) -> tuple[float, Processing]:
+            least = _squares(await errors_of(one))
+            for factor in _FACTORS if one.fitted else ():
+                if not await exceeds(one):
+                    break
+                for other in find_neighbours(one, self.sampling, factor):
+                    if (size := _squares(await errors_of(other))) < least:
+                        one, least = other, size
+            return least, one
+
+        least, best = (1 - _LEAST) * _squares(await errors_of(self.requested)), self.requested
+        closest: dict[tuple[bool, ...], tuple[float, Processing]] = {}
         for one in find_processings(self.sampling, _generation_defaults(self.reference)):
-            if (size := _squares(await errors_of(one))) < least:
-                best, least = one, size
-        for factor in _FACTORS if best.fitted else ():
+            size = _squares(await errors_of(one))
+            if size < closest.get(one.kind, (least, one))[0]:
+                closest[one.kind] = (size, one)
+        for _, one in sorted(closest.values(), key=lambda pair: pair[0])[:_KINDS]:
+            size, one = await refine(one)
+            if size < least:
+                least, best = size, one
             if not await exceeds(best):
                 break
-            for one in find_neighbours(best, self.sampling, factor):
-                if (size := _squares(await errors_of(one))) < least:
-                    best, least = one, size
         return best
 
     async def find_model(self, rows: Sequence[Sample], target: LogProbs) -> list[tuple[Deviation, list[np.ndarray]]]:
