@@ -69,7 +69,11 @@ class Fault:
 
 
 _WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, **_HEADS}
-_CAPPED = {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64, **_HEADS}
+_CAPPED = {
+    **{"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64},
+    **{"tie_word_embeddings": True, **_HEADS},
+}
+_SAMPLED = {"do_sample": True}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_HEADS}
 _OTHER_ROPE = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 #: Faults of every server.
@@ -92,7 +96,18 @@ FAULTS = {
         Fault("raw log-probs", "raw log-probs", variables={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, words=COLD),
     ),
     "vllm": (  # Gemma 2 and defaults of requests: SGLang 0.5.17 cannot start the one, and ignores the others in completions
-        *COMMON,
+        Fault(
+            "penalty of the server",
+            "a repetition penalty of about 1.50",
+            entries=_SAMPLED | {"repetition_penalty": 1.5},
+        ),
+        Fault("min-p of the server", "a min-p of about 0.2", entries=_SAMPLED | {"min_p": 0.2}),
+        Fault(
+            "min-p that log-probs do not show",
+            "another distribution",
+            entries=_SAMPLED | {"min_p": 0.2},
+            server=("--logprobs-mode", "raw_logprobs"),
+        ),
         Fault(
             "softcap ignored",
             "softcap of the output logits",
@@ -100,10 +115,10 @@ FAULTS = {
             _CAPPED,
             config={"final_logit_softcapping": None},
         ),
+        Fault("sound gemma2", "", "gemma2", _CAPPED),
+        *COMMON,
         Fault("window ignored", "sliding window is ignored", sizes=_WINDOW, config={"use_sliding_window": False}),
         Fault("raw log-probs", "raw log-probs", server=("--logprobs-mode", "raw_logprobs"), words=COLD),
-        Fault("penalty of the server", "a penalty", entries={"repetition_penalty": 1.5, "do_sample": True}),
-        Fault("min-p of the server", "another distribution", entries={"min_p": 0.2, "do_sample": True}),
     ),
 }
 
@@ -170,7 +185,11 @@ def _answers(url: str) -> bool:
 
 
 def verify(server: str, python: str, fault: Fault) -> dict[str, Any]:
-    """Run the command on a server; its result."""
+    """Run the command on a server; its result.
+
+    Raises:
+        RuntimeError: the server did not start, or the command ended with an error.
+    """
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", fault.family, fault.sizes)
@@ -178,6 +197,8 @@ def verify(server: str, python: str, fault: Fault) -> dict[str, Any]:
             words = ["--hf-checkpoint", str(checkpoint), "--save", f"{folder}/out", "--json", *fault.words]
             with contextlib.redirect_stdout(said):
                 code = miles(["verify", "--budget", "--url", url, *words])
+    if code not in (0, 1):
+        raise RuntimeError(f"miles verify ended with code {code}; its error is above")
     (found,) = json.loads(said.getvalue())["policies"]
     return {
         "exit code": code,
@@ -205,10 +226,10 @@ def main() -> int:
         try:
             result = results[fault.name] = verify(given.server, given.python, fault)
         except RuntimeError as error:
-            result = results[fault.name] = {"findings": [], "not started": str(error).strip().splitlines()[-1][:300]}
+            result = results[fault.name] = {"findings": [], "no result": str(error).strip().splitlines()[-1][:300]}
             print(error, file=sys.stderr)
         first = next(iter(result["findings"]), "")
-        if "not started" in result or fault.expected not in first or (first and not fault.expected):
+        if "no result" in result or fault.expected not in first or (first and not fault.expected):
             (missed if fault.expected else false).append(fault.name)
         print(f"{fault.name}: {result}", file=sys.stderr, flush=True)
         planted = sum(1 for each in faults if each.name in results and each.expected)

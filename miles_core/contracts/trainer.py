@@ -119,6 +119,7 @@ class Output:
         values: [T] float32 from a critic's head, the value of the state in which each target is chosen; None without a head.
         top_tokens: [T, k] int32 most probable tokens; None unless requested.
         top_log_probs: [T, k] float32 log-probabilities of ``top_tokens``.
+        log_normalizer: [T] float32, logits minus log-probabilities over the whole vocabulary; None unless requested.
         candidate_log_probs: [T, k] float32 log-probabilities of the tokens in the batch's column ``candidates``, over the full vocabulary
             at the sampling temperature, with gradient in the pass ``train``; None without that column. Capability ``candidates``.
         hidden: activations for the next pipeline stage; None after the last.
@@ -132,6 +133,7 @@ class Output:
     values: Tensor | None = None
     top_tokens: Tensor | None = None
     top_log_probs: Tensor | None = None
+    log_normalizer: Tensor | None = None
     candidate_log_probs: Tensor | None = None
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -228,8 +230,8 @@ class Trainer(ABC):
         """Compute columns [T, ...] in a pass without gradient; entries are 0 except at targets.
 
         Args:
-            wanted: any of ``log_probs``, ``entropy``, ``values`` (critics), ``top_tokens`` and ``top_log_probs`` (the ``top_k``
-                most probable tokens).
+            wanted: any of ``log_probs``, ``entropy``, ``values`` (critics), ``log_normalizer``, ``top_tokens`` and ``top_log_probs``
+                (the ``top_k`` most probable tokens).
 
         Raises:
             MilesError: this backend or the model's head does not provide a requested column.

@@ -111,7 +111,7 @@ def head_log_probs(
 @torch.no_grad()
 def top_log_probs(
     model: nn.Module, hidden: Tensor, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ``k`` most probable tokens after each row, in descending order, over the whole vocabulary.
 
     Args:
@@ -119,16 +119,18 @@ def top_log_probs(
         hidden: [M, hidden].
 
     Returns:
-        tokens [M, k] int32 and their log-probabilities [M, k] float32.
+        tokens [M, k] int32, their log-probabilities [M, k] float32, and logits minus log-probabilities [M] float32.
     """
     rows = max(chunk_elements // _vocabulary(model), 1)
     tokens, found = [hidden.new_zeros(0, k, dtype=torch.int32)], [hidden.new_zeros(0, k, dtype=torch.float32)]
+    normalizers = [hidden.new_zeros(0, dtype=torch.float32)]
     for at in range(0, len(hidden), rows):
         logits = divide_by_temperature(logits_of(model, hidden[at : at + rows]).float(), temperature)
         best = _log_softmax(model, logits).topk(k, -1)
         tokens.append(best.indices.int())
         found.append(best.values)
-    return torch.cat(tokens), torch.cat(found)
+        normalizers.append(logits.logsumexp(-1))
+    return torch.cat(tokens), torch.cat(found), torch.cat(normalizers)
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from miles_embedded.model.value_head import values_of
 from miles_embedded.trainer.packing import Packing, spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.
-COLUMNS = ("log_probs", "entropy", "values", "top_tokens", "top_log_probs")
+COLUMNS = ("log_probs", "entropy", "values", "top_tokens", "top_log_probs", "log_normalizer")
 
 
 def check_columns(model: nn.Module, wanted: Collection[str], top_k: int) -> None:

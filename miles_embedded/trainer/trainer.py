@@ -184,12 +184,13 @@ class EmbeddedTrainer(Trainer):
             bool(ctx.attached.get("entropy")),
             candidates=None if candidates is None else candidates[packing.targets],
         )
-        tokens, best = None, None
-        if ctx.top_k:
-            tokens, best = top_log_probs(model, sources, ctx.top_k, self.config.temperature)
+        tokens, best, normalizer = None, None, None
+        if ctx.top_k or "log_normalizer" in ctx.wanted:
+            tokens, best, normalizer = top_log_probs(model, sources, ctx.top_k, self.config.temperature)
         return Output(
             top_tokens=None if tokens is None else scatter(tokens, packing.targets, length),
             top_log_probs=None if best is None else scatter(best, packing.targets, length),
+            log_normalizer=None if normalizer is None else scatter(normalizer, packing.targets, length),
             log_probs=scatter(log_probs, packing.targets, length),
             values=values,
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),

@@ -39,8 +39,10 @@ from miles_tools.verify.verify import Verification
 
 #: A deviation is a cause if it removes at least this fraction of the squares of the remaining errors.
 _LEAST = 0.3
-#: Factors by which fitted penalties and temperatures are changed, one after another.
-_FACTORS = (1.15, 1.07, 1.03, 1.015, 1.007, 1.003)
+#: Factors by which fitted values are changed, one after another, until rounding explains the errors.
+_FACTORS = tuple(1 + 0.15 / 2**halving for halving in range(20))
+#: Kinds of processing whose values are refined: with few repeated tokens, tried values of another kind can be closer.
+_KINDS = 4
 #: Most deviations of the model that are combined.
 _MOST = 3
 #: Errors in nats count as at most this in the choice of deviations, so that a few tokens do not decide it.
@@ -232,10 +234,10 @@ class _Division:
         if self.columns is None:
             content = model_config(self.reference.config.model.hf_checkpoint) or {}
             vocabulary = next(f.value for f in config_facts(content) if f.name == "model.vocab_size")
-            names = ("top_tokens", "top_log_probs")
+            names = ("top_tokens", "top_log_probs", "log_normalizer")
             self.columns = await self.reference.columns(self.samples, names, top_k=int(vocabulary))
         return [
-            processing.apply(s, c["top_tokens"], c["top_log_probs"])
+            processing.apply(s, c["top_tokens"], c["top_log_probs"], c["log_normalizer"])
             for s, c in zip(self.samples, self.columns, strict=True)
         ]
 
@@ -253,17 +255,36 @@ class _Division:
             scores = await self.process(one)
             return [e - s - c / one.temperature for e, s, c in zip(self.reported, scores, corrections, strict=True)]
 
-        errors = await errors_of(self.requested)
-        if not self.exceeds(errors, [np.zeros(len(e)) for e in errors], self.samples, self.sampling.temperature):
+        async def exceeds(one: Processing) -> bool:
+            errors = await errors_of(one)
+            zeros = [np.zeros(len(e)) for e in errors]
+            return bool(self.exceeds(errors, zeros, self.samples, self.sampling.temperature))
+
+        if not await exceeds(self.requested):
             return self.requested
-        best, least = self.requested, (1 - _LEAST) * _squares(errors)
+
+        async def refine(one: Processing) -> tuple[float, Processing]:
+            least = _squares(await errors_of(one))
+            for factor in _FACTORS if one.fitted else ():
+                if not await exceeds(one):
+                    break
+                for other in find_neighbours(one, self.sampling, factor):
+                    if (size := _squares(await errors_of(other))) < least:
+                        one, least = other, size
+            return least, one
+
+        least, best = (1 - _LEAST) * _squares(await errors_of(self.requested)), self.requested
+        closest: dict[tuple[bool, ...], tuple[float, Processing]] = {}
         for one in find_processings(self.sampling, _generation_defaults(self.reference)):
-            if (size := _squares(await errors_of(one))) < least:
-                best, least = one, size
-        for factor in _FACTORS:
-            for one in find_neighbours(best, self.sampling, factor):
-                if (size := _squares(await errors_of(one))) < least:
-                    best, least = one, size
+            size = _squares(await errors_of(one))
+            if size < closest.get(one.kind, (least, one))[0]:
+                closest[one.kind] = (size, one)
+        for _, one in sorted(closest.values(), key=lambda pair: pair[0])[:_KINDS]:
+            size, one = await refine(one)
+            if size < least:
+                least, best = size, one
+            if not await exceeds(best):
+                break
         return best
 
     async def find_model(self, rows: Sequence[Sample], target: LogProbs) -> list[tuple[Deviation, list[np.ndarray]]]:
@@ -339,8 +360,8 @@ def _clash(one: Deviation, other: Deviation) -> bool:
 
 
 def _shorten(error: MilesError) -> str:
-    """Return the first reason of an error: that of a refused plan is in its second line."""
-    lines = [line.strip().removeprefix("x ") for line in str(error).splitlines()]
+    """Return the first reason of an error: that of a refused plan is in its second line with text."""
+    lines = [line.strip().removeprefix("x ") for line in str(error).splitlines() if line.strip()]
     return (lines[1] if isinstance(error, PlanError) and len(lines) > 1 else lines[0])[:160]
 
 

@@ -33,6 +33,8 @@ def wrap_learn(run, policy, handles):
         async def learn(samples, step):
             own = await handles["teacher"].log_probs(samples)
             top = await handles["teacher"].top_log_probs(samples, 3)
+            alone = await handles["teacher"].columns(samples, "verify", ("log_normalizer",))
+            assert all(np.isfinite(c["log_normalizer"]).all() and c["log_normalizer"].all() for c in alone)
             for sample, log_probs, best in zip(samples, own, top, strict=True):
                 assert best.tokens.shape == best.log_probs.shape == (sample.response_length, 3)
                 where = best.tokens == np.asarray(sample.tokens[sample.prompt_length:])[:, None]

@@ -122,7 +122,10 @@ def test_the_most_probable_token_of_a_peaked_distribution_keeps_its_digits():
     weight = model.lm_head.weight.detach()
     hidden = 40 * (weight[3] / weight[3].square().sum()).expand(9, 6)
     exact = model.lm_head(hidden).detach().double().log_softmax(-1)
-    best, found = top_log_probs(model, hidden, 2)
+    best, found, normalizer = top_log_probs(model, hidden, 2)
+    torch.testing.assert_close(
+        (found + normalizer[:, None]).detach(), model.lm_head(hidden).gather(-1, best.long()).detach()
+    )
     assert bool((found[:, 0] < 0).all() and (found[:, 0] > -1e-6).all())
     torch.testing.assert_close(found.double(), exact.gather(-1, best.long()), rtol=1e-5, atol=0)
     others = head_log_probs(model, hidden, tokens, candidates=best)[2]

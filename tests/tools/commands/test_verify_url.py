@@ -4,10 +4,13 @@ import json
 import socket
 
 import pytest
+import torch
 
 from benchmarks.mismatch.server_causes import CAUSES, make_checkpoint
 from benchmarks.mismatch.server_double import Faults, Handler, serve
 from miles_core.cli.main import main
+from miles_core.contracts.engine import Sampling
+from miles_tools.verify.processing import find_processings
 from miles_tools.verify.server import connect, restore_last
 
 
@@ -52,6 +55,60 @@ def test_a_planted_cause_is_named_with_its_share(verify, checkpoint, name, proto
     assert code == 1
     assert planted.expected in policy["findings"][0] and "What to do:" in policy["findings"][0]
     assert next(c for c in policy["budget"]["causes"] if planted.expected in c["name"])["share"] > 0.9
+
+
+def repeated(logits, sampling, tokens, prompt):
+    """Divide positive logits of tokens that occurred by 1.37, and multiply negative ones."""
+    seen = list(set(tokens))
+    changed = logits.clone()
+    changed[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.37, logits[seen] * 1.37)
+    return changed / sampling["temperature"]
+
+
+def generated_only(logits, sampling, tokens, prompt):
+    return repeated(logits, sampling, tokens[prompt:], 0)
+
+
+def above(logits, sampling, *_):
+    """Report log-probs over the tokens that have a fifth of the largest probability (min-p)."""
+    p = (logits / sampling["temperature"]).softmax(-1)
+    return (logits / sampling["temperature"]).masked_fill(p < 0.2 * p.max(), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "words"),
+    [
+        (repeated, "a repetition penalty of about 1.37, by which logits of repeated tokens of prompt and response", ()),
+        (repeated, "a repetition penalty of about 1.37", ("--rollout-temperature", "0.7")),
+        (generated_only, "a repetition penalty of about 1.37, by which logits of repeated tokens are divided", ()),
+        (above, "the tokens that a min-p of about 0.2 keeps", ()),
+    ],
+)
+def test_a_default_of_the_server_is_the_only_cause(verify, checkpoint, reported, name, words):
+    with serve(checkpoint, Faults(reported=reported), "openai") as url:
+        code, out, _ = verify(url, "--json", "--rollout-max-response-len", "8", *words)
+    (policy,) = json.loads(out)["policies"]
+    assert code == 1
+    (finding,) = policy["findings"]
+    assert name in finding and "100% of the gap" in finding
+
+
+@pytest.mark.parametrize(("given", "tried"), [(1.17, True), (1, False), (0, False), (-2.0, False), ("1.17", False)])
+def test_a_repetition_penalty_of_the_checkpoint_is_tried(given, tried):
+    sampling = Sampling(max_new_tokens=4)
+    usual = {one.repetition for one in find_processings(sampling, {})}
+    found = {one.repetition for one in find_processings(sampling, {"repetition_penalty": given})}
+    assert found - usual == ({1.17} if tried else set())
+
+
+def test_a_deviation_that_cannot_be_imitated_has_a_reason(verify, checkpoint):
+    planted = cause("one layer of other weights")
+    with serve(checkpoint, planted.faults, "openai") as url:
+        _, out, _ = verify(url, "--json")
+    (policy,) = json.loads(out)["policies"]
+    assert planted.expected in policy["findings"][0]
+    reasons = {c["name"]: c["why"] for c in policy["budget"]["causes"] if "NVFP4" in c["name"]}
+    assert reasons and all("supported by no active plugin" in why for why in reasons.values())
 
 
 def test_a_server_that_does_not_score_says_what_cannot_be_measured(verify, checkpoint):
