@@ -120,7 +120,7 @@ class Endpoint:
 
         self._server = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 1024})(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def answer(self, key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """Return status and body of the answer to a request."""

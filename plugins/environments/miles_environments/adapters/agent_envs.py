@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import agent_config_fields
@@ -44,12 +45,14 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     ) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
-        messages = [SystemMessage(content=system)] * bool(system) + messages
+        messages = ([SystemMessage(content=system)] if system else []) + messages
         body = {"model": ctx.model, "messages": [message_to_wire(message) for message in messages]}
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-            headers = {"Authorization": f"Bearer {secret}"}
-            answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
-        return ProgramResult(int(answer.status_code != 200), "", answer.text)
+        url, headers = f"{endpoint}/chat/completions", {"Authorization": f"Bearer {secret}"}
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+            client.post(url, json=body, headers=headers) as answer,
+        ):
+            return ProgramResult(int(answer.status != 200), "", await answer.text())
 
 
 #: Verifiers imports a harness as a top-level module with this name.
@@ -68,7 +71,11 @@ class AgentEnvironment(Environment):
         options = dict(entry.options)
         wanted = options.pop("policy", None)
         given = {**options, "taskset": {**options.get("taskset", {}), "id": entry.task}}
-        config = resolve_env_config(given)
+        try:
+            config = resolve_env_config(given)
+        except ValidationError as error:
+            found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{self._where}: its configuration refuses the options ({found})") from error
         self._policy = self._choose(wanted, list(agent_config_fields(config)))
         self._env = load_environment(config.model_copy(update=self._seats(config, options, entry.turns)))
         self._check_tools()
