@@ -22,6 +22,7 @@ LIBRARIES: dict[str, bool | None] = {
     "textarena": True,
     "openenv": True,
     "nemo_gym": None,
+    "harbor": True,
     "file": None,
 }
 
