@@ -73,7 +73,9 @@ class Conversation(Episode):
             self.instructions = "\n\n".join(text for role, text in new if role in ("system", "developer"))
             new = [(role, text) for role, text in new if role not in ("system", "developer")]
         if not new or any(role != "user" for role, _ in new):
-            raise EnvironmentFault(f"the program adds messages of {[role for role, _ in new]}; here it may add those of the user")
+            raise EnvironmentFault(
+                f"the program adds messages of {[role for role, _ in new]}; here it may add those of the user"
+            )
         self._seen = messages
         return "\n\n".join(text for _, text in new)
 
@@ -87,7 +89,9 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.get("type") != "text" for part in content):
-        raise EnvironmentFault(f"a message of the program has parts of {[part.get('type') for part in content]}; here they are texts")
+        raise EnvironmentFault(
+            f"a message of the program has parts of {[part.get('type') for part in content]}; here they are texts"
+        )
     return "".join(part["text"] for part in content)
 
 

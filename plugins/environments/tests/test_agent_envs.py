@@ -1,6 +1,5 @@
 """Environments of verifiers with several turns, played with the real package."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +9,7 @@ from miles_environments.entry import read_entry
 from miles_environments.environment import EnvironmentFault
 from miles_environments.libraries import make_environment
 
-GUESS = '''
+GUESS = """
 import verifiers.v1 as vf
 
 __all__ = ["Numbers", "Guessing"]
@@ -50,7 +49,7 @@ class Guessing(vf.Env[Config]):
     async def finalize(self, task, episode):
         if self.config.bonus:
             episode.traces[0].record_reward("bonus", self.config.bonus)
-'''
+"""
 PLAIN = """
 import verifiers.v1 as vf
 from their_guess import Data, Number
@@ -59,7 +58,9 @@ class Plain(vf.Taskset[Number]):
     def load(self):
         return [Number(Data(prompt="1 or 2?", answer=2), self.config.task)]
 """
-TOOLS = PLAIN + """
+TOOLS = (
+    PLAIN
+    + """
 class Search(vf.Toolset):
     pass
 class WithTools(Number):
@@ -70,6 +71,7 @@ class Plain(vf.Taskset[WithTools]):
     def load(self):
         return []
 """
+)
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_failures_are_of_the_episode(make):
     made = make("their_guess")
     episode = made.open(1, 0)
     episode.reset()
-    with pytest.raises(EnvironmentFault, match="verifiers reports EnvError: .*the table broke"):
+    with pytest.raises(EnvironmentFault, match=r"verifiers reports EnvError: .*the table broke"):
         episode.step("crash")
     closed = made.open(1, 0)
     closed.reset()
@@ -150,7 +152,10 @@ def test_refused_environments(make):
     for text, message in (
         ("their_guess?policy=user", "policy is 'user'; it must be one of the agents player"),
         ("their_plain?id=user-sim", "policy is None; it must be one of the agents assistant, user"),
-        ("their_plain?id=user-sim&policy=assistant", "its agent user is not the policy; give user.model and user.client"),
+        (
+            "their_plain?id=user-sim&policy=assistant",
+            "its agent user is not the policy; give user.model and user.client",
+        ),
         ("their_tools", "its tasks have tools, and the answers here are texts"),
         ("their_nothing", "taskset 'their_nothing' not found"),
         ("their_guess?nope=1", r"refuses the options \(nope: Extra inputs are not permitted\)"),

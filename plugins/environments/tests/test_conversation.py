@@ -70,8 +70,16 @@ def user(text):
     [
         ([user("other")], {}, "a request does not continue the conversation"),
         ([user("a"), {"role": "assistant", "content": "x"}], {}, r"adds messages of \[\]"),
-        ([user("a"), {"role": "assistant", "content": "x"}, {"role": "tool", "content": "y"}], {}, r"adds messages of \['tool'\]"),
-        ([user("a"), {"role": "assistant", "content": "x"}, user([{"type": "image_url"}])], {}, r"has parts of \['image_url'\]"),
+        (
+            [user("a"), {"role": "assistant", "content": "x"}, {"role": "tool", "content": "y"}],
+            {},
+            r"adds messages of \['tool'\]",
+        ),
+        (
+            [user("a"), {"role": "assistant", "content": "x"}, user([{"type": "image_url"}])],
+            {},
+            r"has parts of \['image_url'\]",
+        ),
         ([user("a"), {"role": "assistant", "content": "x"}, user("b")], {"tools": [{}]}, "offers tools"),
     ],
 )
@@ -143,5 +151,7 @@ def test_a_run_trains_on_the_tokens_of_every_answer(run, scripted, tmp_path, mon
     for sample in done.samples:  # " 3 " as it was generated: the program strips it
         learned = [piece for piece, one in zip(sample["pieces"], sample["loss_mask"], strict=True) if one]
         assert "".join(learned) == " 3 <|end|>2<|end|>"
-    assert [s["metadata"]["episode"] for s in done.samples] == [{"reward": 0.5, "rewards": [0.0, 0.5], "done": True}] * 2
+    assert [s["metadata"]["episode"] for s in done.samples] == [
+        {"reward": 0.5, "rewards": [0.0, 0.5], "done": True}
+    ] * 2
     assert done.metrics[0]["environments/turns"] == 2

@@ -17,7 +17,7 @@ from miles_environments.environment import EnvironmentFault
 from miles_environments.libraries import make_environment
 
 HARBOR = os.environ.get("MILES_HARBOR")
-COMMAND = f'''#!{sys.executable}
+COMMAND = f"""#!{sys.executable}
 import json, sys, time, urllib.request
 from pathlib import Path
 assert sys.argv[1:3] == ["trial", "start"]
@@ -48,7 +48,7 @@ if answer != "broken":
 place = Path(config["trials_dir"]) / config["trial_name"]
 place.mkdir()
 (place / "result.json").write_text(json.dumps(result))
-'''
+"""
 FOLDER = '''
 import asyncio, re, shutil, tempfile
 from pathlib import Path
@@ -122,7 +122,9 @@ def make(tmp_path, task):
     made = []
 
     def make(command, options=""):
-        made.append(make_environment(read_entry(f"harbor:{task.parent}?harbor={command}{options}", "--environments"), 5))
+        made.append(
+            make_environment(read_entry(f"harbor:{task.parent}?harbor={command}{options}", "--environments"), 5)
+        )
         return made[-1]
 
     yield make
@@ -164,7 +166,11 @@ def test_trials_without_a_reward_fail(make, command):
     for answer, options, message in (
         ("crash", "", "harbor ended with code 1 and no result: no container runtime"),
         ("broken", "", r"the trial has no reward \(TestsError: broken\)"),
-        ("done", "&reward=speed", r"the trial has the rewards \['reward', 'style'\], not 'speed'; select one with reward=NAME"),
+        (
+            "done",
+            "&reward=speed",
+            r"the trial has the rewards \['reward', 'style'\], not 'speed'; select one with reward=NAME",
+        ),
     ):
         episode = make(command, options).open(0, 0)
         episode.reset()

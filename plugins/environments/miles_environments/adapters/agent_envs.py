@@ -1,64 +1,33 @@
 """``verifiers:PACKAGE``: an environment of verifiers' v1 interface with its agents, played over several turns.
 
 The environment's own ``run`` plays the episode, with verifiers' rollouts, limits and stops, and its own rewards judge it. The policy is one
-of the agents (``policy=NAME`` if there are several); a harness here, which runs in this process and downloads nothing, passes the messages
-on. Other agents (a simulated user) need ``model`` and ``client``. Options are fields of the environment's configuration, for example ``id`` of an environment
-that plays the package's task set. Tools and containers are refused.
+of the agents (``policy=NAME`` if there are several). Other agents, such as a simulated user, need ``model`` and ``client``. Options are fields
+of the environment's configuration; ``id`` is an environment that plays the package's task set. Tools and containers are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
-from verifiers.v1.types import SystemMessage, UserMessage
+from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from miles_core.plugin import ConfigError
+from miles_environments.adapters.policy_harness import HARNESS
 from miles_environments.adapters.tasksets import TaskList
 from miles_environments.conversation import Conversation, Endpoint
 from miles_environments.entry import Entry
 from miles_environments.environment import Environment, EnvironmentFault, Task
-
-
-class PolicyHarness(vf.Harness[vf.HarnessConfig]):
-    """Requests one answer for each turn of the user."""
-
-    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
-    EXECUTES_CODE = NEEDS_CONTAINER = False
-
-    async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
-    ) -> ProgramResult:
-        system, prompt = self.resolve_prompt(data)
-        messages: list[Any] = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
-        messages = ([SystemMessage(content=system)] if system else []) + messages
-        body = {"model": ctx.model, "messages": [message_to_wire(message) for message in messages]}
-        url, headers = f"{endpoint}/chat/completions", {"Authorization": f"Bearer {secret}"}
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
-            client.post(url, json=body, headers=headers) as answer,
-        ):
-            return ProgramResult(int(answer.status != 200), "", await answer.text())
-
-
-#: Verifiers imports a harness as a top-level module with this name.
-HARNESS = "miles_policy_harness"
-__all__ = ["PolicyHarness"]
-sys.modules[HARNESS] = sys.modules[__name__]
 
 
 class AgentEnvironment(Environment):

@@ -7,91 +7,23 @@ configuration of Harbor, for example with another type of container. ``reward=NA
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
-import subprocess
-import tempfile
 import threading
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from miles_core.plugin import ConfigError
+from miles_environments.adapters.harbor_trial import Trial
 from miles_environments.conversation import Conversation, Endpoint
 from miles_environments.entry import Entry
-from miles_environments.environment import Environment, EnvironmentFault, Task
+from miles_environments.environment import Environment, Task
 from miles_environments.libraries import check_options
 
-#: Seconds for a trial that is cancelled to remove its container.
-GRACE = 60.0
 #: An episode is one conversation, so the agent does not summarise it; a recording would install a program in each container.
 _AGENT = {"enable_summarize": False, "record_terminal_session": False}
 #: The size of the model for LiteLLM; the run itself limits the length of the conversation.
 _MODEL = {"max_input_tokens": 10**7, "max_output_tokens": 10**7, "input_cost_per_token": 0, "output_cost_per_token": 0}
-
-
-class Trial:
-    """One process of Harbor, whose result is the reward."""
-
-    def __init__(self, command: list[str], config: Mapping[str, Any], reward: str) -> None:
-        self.result: Future[float] = Future()
-        self._reward = reward
-        self._folder = Path(tempfile.mkdtemp(prefix="miles-harbor-"))
-        (self._folder / "trial.json").write_text(json.dumps({**config, "trials_dir": str(self._folder), "trial_name": "trial"}))
-        with (self._folder / "log.txt").open("w") as output:
-            self._process = subprocess.Popen(
-                [*command, "-c", str(self._folder / "trial.json")], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-        self.result.add_done_callback(self._stop)
-        self._waiting = threading.Thread(target=self._wait, daemon=True)
-        self._waiting.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether the process runs, or its folder still exists."""
-        return self._waiting.is_alive()
-
-    def close(self) -> None:
-        """Interrupt the process, and wait until it has removed its container."""
-        self.result.cancel()
-        self._waiting.join(2 * GRACE)
-
-    def _stop(self, result: Future[float]) -> None:
-        if result.cancelled():
-            self._process.send_signal(signal.SIGINT)
-            timer = threading.Timer(GRACE, self._process.kill)
-            timer.daemon = True
-            timer.start()
-
-    def _wait(self) -> None:
-        try:
-            self._process.wait()
-            found: float | EnvironmentFault = self._read()
-        except EnvironmentFault as error:
-            found = error
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self.result.set_running_or_notify_cancel():
-            if isinstance(found, EnvironmentFault):
-                self.result.set_exception(found)
-            else:
-                self.result.set_result(found)
-
-    def _read(self) -> float:
-        path = self._folder / "trial" / "result.json"
-        if not path.is_file():
-            end = (self._folder / "log.txt").read_text(errors="replace").strip()[-500:]
-            raise EnvironmentFault(f"harbor ended with code {self._process.returncode} and no result: {end}")
-        result = json.loads(path.read_text())
-        rewards = (result.get("verifier_result") or {}).get("rewards")
-        if rewards is None:
-            error = result.get("exception_info") or {}
-            raise EnvironmentFault(f"the trial has no reward ({error.get('exception_type')}: {error.get('exception_message', ''):.300})")
-        if self._reward not in rewards:
-            raise EnvironmentFault(f"the trial has the rewards {sorted(rewards)}, not {self._reward!r}; select one with reward=NAME")
-        return float(rewards[self._reward])
 
 
 class HarborTasks(Environment):
@@ -109,7 +41,9 @@ class HarborTasks(Environment):
         self.length = len(self._folders)
         program = str(entry.options.get("harbor", "harbor"))
         if shutil.which(program) is None:
-            raise ConfigError(f"{where}: there is no command {program}; install harbor (Python 3.12), or give harbor=PATH")
+            raise ConfigError(
+                f"{where}: there is no command {program}; install harbor (Python 3.12), or give harbor=PATH"
+            )
         self._command = [program, "trial", "start"]
         if config := entry.options.get("config"):
             if not Path(str(config)).is_file():
