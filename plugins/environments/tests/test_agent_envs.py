@@ -1,6 +1,9 @@
 """Environments of verifiers with several turns, played with the real package."""
 
+import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -83,7 +86,8 @@ def make(tmp_path, monkeypatch):
     made = []
 
     def make(text):
-        made.append(make_environment(read_entry(f"verifiers:{text}", "--environments"), 5))
+        given = text if isinstance(text, dict) else f"verifiers:{text}"
+        made.append(make_environment(read_entry(given, "--environments"), 5))
         return made[-1]
 
     yield make
@@ -119,6 +123,37 @@ def test_one_answer_without_an_env_class(make):
     assert episode.reset() == "1 or 2?"
     step = episode.step("2")
     assert (step.reward, step.done) == (2.0, True)
+
+
+class User(BaseHTTPRequestHandler):
+    """The model of a simulated user: asks, and ends the conversation after the second answer."""
+
+    def do_POST(self):
+        messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        said = {2: "Which one is it?", 4: "Are you sure?", 6: "###DONE###"}[len(messages)]
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        named = {"id": "user", "object": "chat.completion", "created": 0, "model": "user"}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps({**named, "choices": [choice]}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_another_agent_has_its_own_model(make):
+    server = HTTPServer(("127.0.0.1", 0), User)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    user = {"model": "user", "client": {"type": "eval", "base_url": f"http://127.0.0.1:{server.server_port}/v1"}}
+    options = {"id": "user-sim", "policy": "assistant", "user": user}
+    episode = make({"name": "verifiers", "task": "their_plain", "options": options}).open(0, 0)
+    assert episode.reset() == "Which one is it?"
+    assert episode.step("1").text == "Are you sure?"
+    end = episode.step("2")
+    assert (end.reward, end.done) == (2.0, True)
+    server.shutdown()
+    server.server_close()
 
 
 def test_many_episodes_at_once(make):

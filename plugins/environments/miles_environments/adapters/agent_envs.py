@@ -67,11 +67,11 @@ class AgentEnvironment(Environment):
                 update |= {"model": None, "client": None, "max_turns": spec.max_turns or turns}
             elif spec.model is None or spec.client is None:
                 raise ConfigError(
-                    f"{self._where}: its agent {name} is not the policy; give {name}.model and {name}.client (base_url) of the model that plays "
-                    "it"
+                    f"{self._where}: its agent {name} is not the policy; give {name}.model and {name}.client (type=eval, base_url) of the "
+                    "model that plays it"
                 )
             else:
-                update = {key: value for key, value in update.items() if key not in options[name]}
+                update = {key: value for key, value in update.items() if key not in options.get(name, {})}
             seats[name] = spec.model_copy(update=update)
         return seats
 
@@ -96,9 +96,10 @@ class AgentEnvironment(Environment):
     def _start(self) -> None:
         self._endpoint = Endpoint(SESSION_ID_HEADER)
         self._context = ModelContext("policy", EvalClientConfig(base_url=self._endpoint.url))
-        self._loop, self._serving = asyncio.new_event_loop(), AsyncExitStack()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._run(self._serving.enter_async_context(self._env.serving())).result()
+        self._serving, loop = AsyncExitStack(), asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._serving.enter_async_context(self._env.serving()), loop).result()
+        self._loop = loop
 
     def _run(self, coroutine: Any) -> Future[Any]:
         assert self._loop is not None  # started by ``open``
