@@ -60,25 +60,25 @@ PARTIAL = """\
 With `--partial-rollout` or `--schedule async` a response may have tokens of several weight versions. Each token is exact for the weights that
 generated it:
 
-- A token of the weights that are trained has the log-probability that the trainer computes for it. `mismatch/current_abs_log_prob` and
-  `mismatch/current_abs_log_prob_max` compare these tokens only, and are exactly 0.0 at every step.
-- A token of older weights has the log-probability that the trainer computed with these weights. Its difference from the current weights is
-  the change of the policy, which `mismatch/abs_log_prob` includes.
+- A token that the current weights generated has the log-probability that the trainer computes for it. `mismatch/current_abs_log_prob` and
+  `mismatch/current_abs_log_prob_max` compare only these tokens, and are exactly 0.0 at every step.
+- A token that older weights generated has the log-probability that the trainer computed with those weights. Its difference from the
+  current log-probability is the change of the policy, which `mismatch/abs_log_prob` includes.
 
-The engine drops its cache at a weight update and computes prompt and response again with the new weights, as the trainer does. With `r3` the
-trainer must replay the experts of this second computation for the older tokens, because the tokens after them depend on it. The plan
-therefore sets `--r3-recomputed-routes newest`. With the routes of sampling, the default of `r3`, the gap of current tokens was up to .48 nats in
-eight steps of a toy model with `--lr 1e-2`.
+The engine drops its cache at a weight update and computes prompt and response again with the new weights, as the trainer does. The current
+tokens depend on this second computation of the older ones, so with `r3` the trainer must replay the experts that it selected. The plan
+therefore sets `--r3-recomputed-routes newest`. With `sampled`, the default of `r3`, the gap of current tokens was up to .48 nats in eight
+steps of a toy model with `--lr 1e-2`.
 
 | `--pause-generation-mode` | with `--true-on-policy-mode` |
 |---|---|
 | `abort` (default) | exact |
-| `retract` | exact without `r3`; refused with it, because the engine then returns the routes of sampling |
+| `retract` | exact without `r3`; refused with it, because the engine then returns the experts selected when a token was sampled |
 | `in_place` | refused: cached keys and values are those of older weights |
 
 `plugins/true_on_policy/tests/test_partial.py` runs twenty steps with `r3` and responses of two versions, at two batch sizes on a CPU. Before each
-update it gives the trainer the weights of each version again: the gap is 0.0 for every token of every version. On a GPU,
-`benchmarks/mismatch/sglang_exact_run.py --partial` makes the runs of SGLang with partial rollouts.
+update it loads the weights of each version into the trainer again: the gap is 0.0 for every token of every version. On a GPU,
+`benchmarks/mismatch/sglang_exact_run.py --partial` runs SGLang with partial rollouts; no result is stored yet.
 """
 UNKNOWN = """\
 ## Does the gap matter?

@@ -130,8 +130,8 @@ def is_random(value: str) -> bool:
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with credentials replaced by ``<redacted>``.
 
-    Credentials are: user names and passwords in URLs, URL parameters with a name such as ``token`` or a random value (``is_random``),
-    bearer tokens, entries such as ``api_key=...``, and the values of environment variables with a name such as ``SERVICE_TOKEN``.
+    In URLs, credentials are user names, passwords, and parameters with a name such as ``token`` or a random value (``is_random``).
+    Elsewhere they are bearer tokens, entries such as ``api_key=...``, and the values of environment variables such as ``SERVICE_TOKEN``.
 
     Args:
         environment: environment variables; by default those of this process.

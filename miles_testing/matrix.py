@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,9 +112,9 @@ def attempt(names: Sequence[str], manifests: Mapping[str, Plugin], pair: tuple[s
     options |= toy_options(names, manifests)
     options["emulate_precision"] = bool(listed)
     start = time.monotonic()
-    outcome = _planned if set(BACKENDS) & options.keys() else _ran
+    attempt_with = _plan_only if set(BACKENDS) & options.keys() else _run_toy
     try:
-        result, reason, gap = outcome(names, options)
+        result, reason, gap = attempt_with(names, options)
     except PlanError as error:
         result, reason, gap = "refused", reason_of(error), None
     except Exception as error:
@@ -124,16 +123,17 @@ def attempt(names: Sequence[str], manifests: Mapping[str, Plugin], pair: tuple[s
     return Outcome(versions, f"{rollout}x{train}", result, reason, gap, round(time.monotonic() - start, 2))
 
 
-def _planned(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, None]:
+def _plan_only(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, None]:
     plan(names, [f"hardware={HARDWARE}"], **options)
     return "planned", "", None
 
 
-def _ran(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, float | None]:
+def _run_toy(names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, str, float | None]:
+    """Return the result of a toy run, the reason if it fails, and the largest gap of a step."""
     run = toy_run(names, **options)
     inactive = sorted(set(names) - set(run.run.plan.order))
     if inactive:
-        return "fails", f"not active: {', '.join(inactive)}", math.nan
+        return "fails", f"not active: {', '.join(inactive)}", None
     gaps, norms = (
         [value for record in run.metrics for key, value in record.items() if key.endswith(name)]
         for name in ("mismatch/abs_log_prob", "train/grad_norm")

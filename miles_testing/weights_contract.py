@@ -101,7 +101,7 @@ class WeightsContract(RunContract):
 
 
 def _rank(done: ToyRun) -> Any:
-    """The trainer's side of a run's first policy."""
+    """Return the trainer rank of a run's first policy."""
     learner: Any = done.parts[0].learner
     return learner.rank
 

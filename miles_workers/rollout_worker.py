@@ -225,7 +225,7 @@ class RolloutWorker(Worker):
         self._happened.set()
 
     def post(self, packed: tuple[Any, ...]) -> None:
-        """Receive new groups and the answers to calls: packed ``Letters``."""
+        """Receive new groups and the answers to calls, as packed ``Letters``."""
         letters = Letters.unpack(packed)
         self.run.step = letters.step
         for policy in self.run.policies if letters.policies else ():

@@ -26,7 +26,7 @@ MEAN = 4000
 INTRODUCTION = """# Recipes
 
 Each folder has one configuration, `run.yaml`, and a page with the command, the expected result, its cost, and how to read the run. Run the
-commands in the root of a checkout. `tests/docs/test_recipes.py` types every recipe through the plan. Written by
+commands in the root of a checkout. `tests/docs/test_recipes.py` plans every recipe. Written by
 `python recipes/write_index.py > recipes/README.md`.
 
 ## On a laptop or one GPU
@@ -37,9 +37,9 @@ commands in the root of a checkout. `tests/docs/test_recipes.py` types every rec
 LARGE = f"""
 ## On a cluster, planned and not run
 
-We have no such machines: the plan accepts these recipes, and they have never been run. Memory is the plan's, seconds of a step are the planner's
-estimate for responses of {MEAN:,} tokens on average ([how they are made, and how far they were off for published
-runs](../docs/planning.md)).
+We have no such machines: the plan accepts these recipes, and they have never been run. Memory is the plan's
+estimate. Seconds per step are the planner's estimate for responses of {MEAN:,} tokens on average
+([how they are made, and how far they were off for published runs](../docs/planning.md)).
 
 | recipe | GPUs | engine, GB per GPU | trainer, GB of the fullest GPU | host memory per machine, GB | seconds per step |
 |---|---|--:|--:|--:|--:|

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,12 @@ async def time_primitive(checkpoint: str, directory: str) -> float:
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Alternate between both sides."""
     from benchmarks.training.workload import make_workload
+    from miles_tools.demo.model import BENCHMARK
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        workload = make_workload(directory)
+        size = replace(BENCHMARK, hidden=given.hidden, layers=given.layers, expert_hidden=given.hidden)
+        workload = make_workload(directory, size=size)
         checkpoint = str(workload.checkpoint)
         environment = os.environ | {"MILES_SERVE_TOKEN": "tml-benchmark", "OMP_NUM_THREADS": str(given.threads)}
         command = [
@@ -168,6 +171,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
     speeds = {side: [each["tokens"] / each["seconds"] for each in found] for side, found in reports.items()}
     ratios = [service / train for service, train in zip(speeds["service"], speeds["train"], strict=True)]
     return {
+        "model": {"hidden": given.hidden, "layers": given.layers},
         "samples": PROMPTS * SAMPLES,
         "tokens_per_second": {side: round(statistics.median(found), 1) for side, found in speeds.items()},
         "service_to_train": round(statistics.median(ratios), 3),
@@ -183,6 +187,8 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model and of its experts")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=9, help="measured turns of each side")
     parser.add_argument("--warm-up", type=int, default=1, help="unmeasured turns of each side")
     parser.add_argument("--steps-a-turn", type=int, default=3, help="counted steps of a turn, after one that is not")
@@ -197,7 +203,7 @@ def main() -> None:
     elif given.worker == "service":
         work_with_service(given, Reporter())
     else:
-        finish("service_step", compare(given), given.save, lambda: installed("miles-core", "torch"))
+        finish("service_step", compare(given), given.save, lambda: installed("miles-core", "torch"), f"{given.hidden}-hidden")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_tools.demo.model import BENCHMARK, make_checkpoint
+from miles_tools.demo.model import BENCHMARK, Size, make_checkpoint
 from miles_tools.demo.task import LABEL_KEY, PROMPT_KEY, write_task
 
 RESPONSE_TOKENS = 16
@@ -27,10 +27,10 @@ class Workload:
     prompts: list[str]
 
 
-def make_workload(directory: Path, shots: int = 0) -> Workload:
+def make_workload(directory: Path, shots: int = 0, size: Size = BENCHMARK) -> Workload:
     """Checkpoint and prompts in ``directory``. A prompt is 6 tokens (``37+58=``); each of ``shots`` worked examples
     before it adds about 9."""
-    make_checkpoint(directory / "model", seed=0, size=BENCHMARK)
+    make_checkpoint(directory / "model", seed=0, size=size)
     files = write_task(directory / "data", seed=0)
     rows = [json.loads(line) for line in files.train.read_text().splitlines()]
     examples = "".join(f"{row[PROMPT_KEY]}{row[LABEL_KEY]}\n" for row in rows[:shots])

@@ -88,14 +88,16 @@ def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor, current: Tensor | N
     """Measure the gap between trainer and engine on the sampled tokens: mean and largest |delta log p|, and k1 and k3 estimates of
     KL(rollout || train), as (sum or maximum, count); and the mean of -log p in the engine, which estimates the entropy of its distribution. All
     arguments are [tokens]. Each term is limited to 20 nats per token, so that a probability of 0 on one side does not make a metric infinite.
-    ``current`` is 1 for tokens that the trainer's weights generated: their mean and largest difference are metrics of their own."""
+    ``current`` is 1 for tokens that the trainer's weights generated: their mean and largest difference and their k3 are metrics of their own."""
     delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).detach()
     found = _mean_and_largest("mismatch/abs_log_prob", delta, mask)
+    kl = torch.expm1(delta) - delta
     if current is not None:
         found |= _mean_and_largest("mismatch/current_abs_log_prob", delta, mask * current)
+        found["mismatch/current_kl_k3"] = masked_sum(kl, mask * current)
     return found | {
         "mismatch/kl_k1": masked_sum(-delta, mask),
-        "mismatch/kl_k3": masked_sum(torch.expm1(delta) - delta, mask),
+        "mismatch/kl_k3": masked_sum(kl, mask),
         "rollout/entropy": masked_sum(-rollout.clamp(min=-LOG_RATIO_CLAMP), mask),
     }
 

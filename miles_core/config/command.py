@@ -151,7 +151,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _correct_unknown(self, rest: Sequence[str], line: list[str]) -> tuple[str, list[str]]:
         """Return the sentence for words that no option takes, and the arguments without these mistakes."""
-        unknown, better, sentences, kept = set(_positions(line, rest)), [], [], False
+        unknown, better, sentences, corrected = set(_positions(line, rest)), [], [], False
         names = [flag.lstrip("-") for flag in self._flags()]
         for position, word in enumerate(line):
             if position not in unknown:
@@ -159,11 +159,11 @@ class CommandParser(argparse.ArgumentParser):
             elif word.startswith("-"):
                 flag, equals, value = word.partition("=")
                 near = [f"--{name}" for name in find_nearest(flag.lstrip("-"), names)]
-                kept = bool(near)
+                corrected = bool(near)
                 better += [f"{near[0]}{equals}{value}"] if near else []
                 hint = f"did you mean {' or '.join(near)}?" if near else f"{self.prog} --help lists its flags"
                 sentences.append(f"unknown flag {flag}; {hint}")
-            elif kept:  # the value of a corrected flag
+            elif corrected:  # the value of a corrected flag
                 better.append(word)
             elif not sentences:
                 sentences.append(f"unexpected argument {word!r}")

@@ -1,8 +1,8 @@
 """Read and write YAML with the scalars of YAML 1.2's core schema (yaml.org/spec/1.2.2, section 10.3).
 
 A plain value then has the same meaning in a file as on the command line: ``010`` is ten, and ``yes``, ``1:30``, ``1_000`` and dates
-are texts, which the type of an option may still accept. PyYAML implements YAML 1.1, in which they are 8, true, 90, 1000 and dates.
-yaml is imported on first use.
+are texts, which the type of an option may still accept. PyYAML implements YAML 1.1, which reads ``010`` as 8, ``yes`` as true, ``1:30`` as
+90, ``1_000`` as 1000, and converts dates. yaml is imported on first use.
 """
 
 from __future__ import annotations

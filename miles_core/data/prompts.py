@@ -263,7 +263,7 @@ class Prompts(PromptSource):
         return [self._read(at) for at in self.take(n)]
 
     def take(self, n: int) -> list[int]:
-        """Return the numbers of the next ``n`` rows in the files, for ``row``, without reading them. Advances as ``next`` does."""
+        """Return the indexes of the next ``n`` rows, which ``row`` accepts, without reading the rows. Advances as ``next`` does."""
         rows = []
         for _ in range(n):
             if self._order is None:

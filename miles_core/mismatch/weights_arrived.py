@@ -1,9 +1,9 @@
 """Checks after every weight sync that the engine computes with the weights that were sent.
 
-An engine that keeps an older version of a layer reports the new version, and its scores differ from the trainer's by less than the
-mismatch. Where the layout of the engine's weights is known (capability ``weight_checksums``), the checksums of both sides are compared,
-and an error names the tensors that differ. For any other engine that can score, the scores of a few fixed tokens must change in the same
-way as the trainer's (``at_sync.check_movement``).
+The version that an engine reports is not sufficient: if one layer kept its older weights, the engine would report the new version, and
+its scores could differ from the trainer's by less than the usual mismatch. Where the layout of the engine's weights is known (capability
+``weight_checksums``), the checksums of both sides are compared, and an error names the tensors that differ. For any other engine that can
+score, the scores of a few fixed tokens must change in the same way as the trainer's (``at_sync.check_movement``).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ SOLVED = ("reward/mean", above(0.9))
 ZERO_GRADIENT = 1e-10
 LEARNING = ("train/grad_norm", above(ZERO_GRADIENT))
 MISMATCH = "miles verify --budget tells by cause; watch every sync (--verify-logprobs)"
+DISAGREE = "engine and trainer disagree by a KL of {value} per token (a dense bfloat16 model has about 6e-4)"
 UNSTABLE = (
     "lower --lr, keep --clip-grad at 1, look at the samples of that step; in a low precision, use block-wise scales "
     "and warm up in bfloat16"
@@ -35,10 +36,13 @@ HINTS = (
         "mismatch",
         "mismatch/kl_k3",
         above(2e-3),
-        "engine and trainer disagree by a KL of {value} per token (a dense bfloat16 model has about 6e-4)",
+        DISAGREE,
         MISMATCH,
         trouble="mismatch",
+        when="schedule == sync and not rollout.partial_rollout",
     ),
+    # otherwise a part of the KL is the change of the policy since a token was generated
+    Hint("mismatch-of-current", "mismatch/current_kl_k3", above(2e-3), DISAGREE, MISMATCH, trouble="mismatch"),
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",

@@ -58,8 +58,10 @@ class UserFunction:
 
 
 class _Contained(AbstractContextManager[None]):
-    """Context of a call. Converts exceptions that would end the program, or that an event loop or thread cannot propagate, to DataError,
-    and restores the working directory, because the run's paths are relative to it."""
+    """Context of a call to a user's function.
+
+    Exceptions that would end the program, or that an event loop or thread cannot propagate, become a DataError. The working directory is
+    restored, because the run's paths are relative to it."""
 
     def __init__(self, called: UserFunction) -> None:
         self.called = called

@@ -102,7 +102,8 @@ class StepEngine(Protocol):
         indices of the sampled tokens in their sequences, by default the next index of each row."""
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
-        """Return the distribution that ``sample`` uses, [n, vocab]. ``counts`` [rows]: logits rows per row, by default one."""
+        """Return the distribution that ``sample`` uses, [n, vocab]. ``counts`` [rows]: number of logits rows that belong to each of
+        ``rows``, by default one."""
 
     def record(
         self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None

@@ -13,8 +13,8 @@ class RowEpilogue(Protocol):
     Attributes:
         store: Triton function ``store(value, first, start, width, padded, *memory)``. A kernel calls it with values [R, C] FP32: rows from
             ``first`` (int64) and columns from ``start`` on, rounded to the type of the rows, and zeros outside the M x K values. C is a
-            power of two; ``start`` is a multiple of ``tile``, and so is C, unless the block contains all columns. ``width`` is K, and ``padded``
-            is ``rows``. It may not change the order in which the kernel adds.
+            power of two; ``start`` is a multiple of ``tile``, and so is C, unless the block contains all columns. The argument ``width`` is
+            K, and ``padded`` is the attribute ``rows``. ``store`` may not change the order in which the kernel adds.
         memory: two tensors for ``store``.
         rows: number of rows that ``store`` has to be called for: M, or more.
         tile: see ``store``.

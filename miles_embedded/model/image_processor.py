@@ -1,8 +1,8 @@
 """The model's own image processor: decodes images, expands their placeholders in a prompt, and makes the inputs of the tower.
 
-Driver, engine and trainer call the same processor with the same bytes, so pixel values are computed where they are needed and never
-travel, and neither do they occupy memory: an image in a file is a path and a digest. Images are processed one at a time, so that the
-result does not depend on other images. Always the backend with Pillow, whose results do not depend on installed packages.
+Driver, engine and trainer call the same processor with the same bytes. Each computes pixel values when it needs them, so samples do
+not contain them; an image in a file is represented by its path and a digest. Images are processed one at a time, so that the result
+does not depend on other images. The processor's Pillow backend is always used, because its results do not depend on installed packages.
 """
 
 from __future__ import annotations

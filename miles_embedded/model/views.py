@@ -136,7 +136,8 @@ class _Layout:
         self._slices: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def slice(self, source: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the checkpoint tensors in the module tensor ``source``, which has the values of ``tensor``, as views by name."""
+        """Return name -> view of ``tensor`` for each checkpoint tensor that is stored in the module tensor ``source``. ``tensor`` has the
+        values of ``source``."""
         return {name: view for row in self._rows[source] for name, view in row.slice(tensor)}
 
     def slice_parameter(self, source: str, home: Tensor) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def before(module: nn.Module, change: Change) -> None:
 
 
 def inside(path: str, *, at: int | None = None) -> Callable[[Any], Iterator[Any]]:
-    """Find the submodules ``path`` of decoder layer ``at``, of every layer if None."""
+    """Find the submodule ``path`` of decoder layer ``at``; of every decoder layer if ``at`` is None."""
 
     def find(model: Any) -> Iterator[Any]:
         layers: Any = decoder_layers(model)

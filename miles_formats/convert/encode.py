@@ -36,7 +36,7 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor of the output. ``expert``: its index if it is a slice of ``entry``."""
+    """A tensor of the output. ``expert``: the slice of ``entry`` that it contains; None if it is the whole tensor."""
 
     name: str
     shape: tuple[int, ...]

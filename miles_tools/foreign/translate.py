@@ -195,8 +195,10 @@ def _translate_foreign(group: Group, schema: Schema, found: Translation, values:
 def _translate_sentence(
     sentence: str, words: Sequence[str], schema: Schema, several: bool
 ) -> tuple[list[str] | None, Sequence[str]]:
-    """Translate by the flag at the start of a sentence; None if there is none, or if the option is switched off. Also returns the
-    words that are none of its values. several: the sentence is about several options, so that only a switch can stand for each."""
+    """Return the flag at the start of a sentence with its values, and the words that are not its values.
+
+    The first is None if the sentence does not start with a flag, or if the foreign option is switched off. several: the sentence
+    describes several foreign options, so a flag that takes a value would be ambiguous."""
     match = _FLAG.match(sentence)
     name = match[1] if match else ""
     flag = schema.flags.get(name) or schema.flags.get(f"--{name.removeprefix('--no-')}")

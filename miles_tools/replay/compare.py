@@ -1,7 +1,7 @@
 """Finds the first step, phase, sample, token and tensor in which two runs part.
 
-A step is compared in the order in which a run computes it (``PHASES``), so the first difference is the cause of all later ones, as far as
-the runs stored what lies between. Differences of options and versions are listed, but the verdict is from data.
+A step is compared in the order in which a run computes it (``PHASES``), so the first difference causes the later ones, unless a phase
+before it was not stored. Differences of options and versions are listed too, but only data decides where the runs part.
 """
 
 from __future__ import annotations

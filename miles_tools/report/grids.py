@@ -26,7 +26,7 @@ def find_grids(run_dir: Path, declared: Iterable[Panel]) -> Iterator[tuple[Panel
     """Yield a panel and its grid for each file of a declared grid.
 
     Raises:
-        MilesError: a file is not what a plugin writes.
+        MilesError: a file is not a valid grid.
     """
     for panel in declared:
         for file in sorted(f for pattern in panel.lines if panel.kind == "grid" for f in run_dir.glob(pattern)):

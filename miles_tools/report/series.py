@@ -7,7 +7,7 @@ the highest. With one group, a plot has all lines of its panel; with several gro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -88,22 +88,22 @@ def make_sections(runs: Sequence[RunReader], declared: Sequence[Panel]) -> list[
             sections.setdefault(panel.section, []).append(plot)
         else:
             still.append(plot)
-    for run in runs:
-        for panel, grid in find_grids(run.directory, declared):
-            title = panel.title if len(runs) == 1 else f"{panel.title} · {run.label}"
-            plot = {
-                "name": f"{run.label}:{panel.name}",
-                "title": title,
-                "unit": panel.unit,
-                "kind": "grid",
-                "grid": grid,
-            }
-            sections.setdefault(panel.section, []).append(plot)
+    for section, plot in _make_grids(runs, declared):
+        sections.setdefault(section, []).append(plot)
     own, more = sections.pop("", []), sections.pop("More metrics", [])
     found = [("Overview", own[:OVERVIEW], False), ("Training", own[OVERVIEW:], False)]
     found += [(f"Plugin {name}", plots, False) for name, plots in sections.items()]
     found += [("More metrics", more, True), ("Metrics that did not change", still, True)]
     return [{"title": title, "plots": plots, "folded": folded} for title, plots, folded in found if plots]
+
+
+def _make_grids(runs: Sequence[RunReader], declared: Sequence[Panel]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (section, plot) for each grid in the directories of the runs."""
+    for run in runs:
+        for panel, grid in find_grids(run.directory, declared):
+            title = panel.title if len(runs) == 1 else f"{panel.title} · {run.label}"
+            name = f"{run.label}:{panel.name}"
+            yield panel.section, {"name": name, "title": title, "unit": panel.unit, "kind": "grid", "grid": grid}
 
 
 def _split(chosen: Iterable[Panel]) -> list[Panel]:

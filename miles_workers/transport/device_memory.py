@@ -52,9 +52,7 @@ class DeviceMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._index = (
-            torch.device(device).index if torch.device(device).index is not None else torch.cuda.current_device()
-        )
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         pointer, handle = ctypes.c_uint64(), _Handle()
         with torch.cuda.device(self._index):
             # makes torch's context of this GPU current in this thread, which may not have used it yet

@@ -28,7 +28,7 @@ class WeightNames:
         tied: the output layer is tied to the embedding.
         layers: number of decoder layers; layers with a higher index are MTP layers. An update contains all MTP tensors or, if the
             trainer does not hold the MTP layer, none.
-        draft: updates contain the weights of a draft of its own, too; the first complete update defines their names.
+        draft: updates also contain the weights of a separate draft model; the first complete update defines their names.
     """
 
     def __init__(

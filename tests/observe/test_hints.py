@@ -31,6 +31,7 @@ def test_missing_metrics_give_no_hint():
         ("not-finite", [{"train/loss": None}]),
         ("gradient-jump", [{"train/grad_norm": 1.0}] * 21 + [{"train/grad_norm": 100.0}]),
         ("mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
+        ("mismatch-of-current", [{"mismatch/current_kl_k3": 0.01}] * 3),
         ("int4-mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
         ("entropy-collapse", [{"rollout/entropy": 1.0}] * 5 + [{"rollout/entropy": 0.01}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0}] * 5),

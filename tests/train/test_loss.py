@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -85,7 +87,11 @@ def test_tokens_of_the_trained_weights_are_measured_on_their_own():
     sides = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([-1.0, -2.5, -3.25, 0.0])
     found = engine_gap(*sides, torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 1.0]))
     pairs = {name: (float(total), float(count)) for name, (total, count) in found.items() if "current" in name}
-    assert pairs == {"mismatch/current_abs_log_prob": (0.25, 2.0), "mismatch/current_abs_log_prob_max": (0.25, 2.0)}
+    assert pairs == {
+        "mismatch/current_abs_log_prob": (0.25, 2.0),
+        "mismatch/current_abs_log_prob_max": (0.25, 2.0),
+        "mismatch/current_kl_k3": (pytest.approx(math.exp(0.25) - 1.25), 2.0),
+    }
     assert float(found["mismatch/abs_log_prob_max"][0]) == 0.5
 
 

@@ -29,14 +29,14 @@ class Pool:
         return self.directory / f"{side}-{version:08d}"
 
     def make_room(self, side: str, version: int) -> Path:
-        """Return the empty path of a new version. A run that ended abruptly may have left one there."""
+        """Return the path of a new version, after removing what an interrupted run may have left there."""
         path = self.path(side, version)
         shutil.rmtree(path, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def add(self, side: str, version: int) -> None:
-        """Add a version that was written, and drop those in excess."""
+        """Add a version that was written, and delete the oldest ones beyond ``size``."""
         kept = self.versions.setdefault(side, [])
         kept.append(version)
         while len(kept) > self.size:

@@ -80,5 +80,5 @@ def select(
 
 
 def active_sides(sides: Sequence[Side], step: int, interval: int, alternating: bool) -> tuple[Side, ...]:
-    """The sides that learn in a step: all, or with alternating phases one."""
+    """Return the sides that learn in a step: all of them, or one if they alternate every ``interval`` steps."""
     return (sides[step // interval % len(sides)],) if alternating else tuple(sides)

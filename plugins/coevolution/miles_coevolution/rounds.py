@@ -37,13 +37,15 @@ class Tally:
 
 
 def outcomes(samples: Sequence[Sample], what: str, past: bool | None = None) -> list[float]:
-    """The scores or wins of samples; with ``past``, of games with or without a past version only."""
+    """Return the scores or wins of samples. ``past``: only games with (True) or without (False) a past version; None for all."""
     entries = [sample.metadata[ENTRY] for sample in samples if ENTRY in sample.metadata]
     return [float(entry[what]) for entry in entries if past is None or entry["past"] == past]
 
 
 def swing(means: Sequence[float]) -> float:
-    """Mean change between the mean wins of successive phases if at least three quarters of the changes reverse the one before, else 0."""
+    """Return the mean absolute change of the mean wins from phase to phase if the wins cycle, else 0.
+
+    They cycle if at least three quarters of the changes have the opposite sign of the change before."""
     recent = list(means)[-CYCLE - 1 :]
     changes = [b - a for a, b in pairwise(recent)]
     if len(changes) < CYCLE:

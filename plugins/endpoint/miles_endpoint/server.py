@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -137,22 +137,10 @@ class Server(HttpServer):
         exchange = await session.exchange(digest, bool(idempotency) or retried not in ("", "0"), reply.work)
         if not await _wait(exchange, receive):
             return
-        try:
-            made = reply.body(exchange.task.result())
-        except asyncio.CancelledError:
-            raise ApiError(410, "the sample of this API key has ended", "session_ended") from None
-        except ApiError:
-            raise
-        except Exception as error:  # an engine failed: the run deals with it, and ends or repeats the sample
-            raise ApiError(503, "the engine failed", "engine_failed") from error
+        made = _read_result(exchange, reply)
         session.deliver(exchange)
         if body.get("stream"):
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-            )
-            for chunk in reply.events(made):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            await _send_events(send, reply.events(made))
         else:
             await send_json(send, 200, made)
 
@@ -169,6 +157,25 @@ def _parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_json")
     return body
+
+
+def _read_result(exchange: Exchange, reply: Reply) -> dict[str, Any]:
+    """Return the body of the answer to an exchange whose task is done; ApiError if the task failed."""
+    try:
+        return reply.body(exchange.task.result())
+    except asyncio.CancelledError:
+        raise ApiError(410, "the sample of this API key has ended", "session_ended") from None
+    except ApiError:
+        raise
+    except Exception as error:  # an engine failed: the run deals with it, and ends or repeats the sample
+        raise ApiError(503, "the engine failed", "engine_failed") from error
+
+
+async def _send_events(send: Send, events: Iterable[bytes]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _wait(exchange: Exchange, receive: Receive) -> bool:

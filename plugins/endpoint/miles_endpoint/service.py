@@ -50,7 +50,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Reply:
-    """How to answer a request.
+    """Functions that answer a request.
 
     Attributes:
         work: generates the answers.

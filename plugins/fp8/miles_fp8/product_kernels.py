@@ -92,7 +92,7 @@ def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
 def _scales(
     x_scales, tile_scales, row, known, block, last, scale_stride, FUSED: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):
-    """Load the scales of rows and of the weight's tile for block ``block``, 0 from ``last`` on. With FUSED there are none of rows.
+    """Load the scales of the rows and of the weight's tile for block ``block``; 0 from ``last`` on. With FUSED, rows have no scales.
 
     Triton's pipeline of a loop contains only what ``dot`` reads, so an iteration loads the scales of the next one."""
     tile = tl.load(tile_scales + block, mask=block < last, other=0.0)

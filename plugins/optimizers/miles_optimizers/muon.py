@@ -93,7 +93,7 @@ class MuonAdamW:
             self._adamw.step()
 
     def _bind(self, parameter: Tensor) -> None:
-        """Give the matrices of a parameter their parts of its gradient and momentum."""
+        """Set gradient and momentum of each matrix of a parameter to the views of the parameter's own."""
         assert self._muon is not None
         if parameter.grad is None:
             return

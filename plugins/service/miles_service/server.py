@@ -70,6 +70,12 @@ class ServiceServer(HttpServer):
         super().__init__(host, port, max_body, "--")
         self.token = token
 
+    async def stop(self) -> None:
+        """Answer the requests that wait for results, and close all connections."""
+        if self._server is not None:
+            self.service.stopping.set()
+        await super().stop()
+
     async def serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         raw: bytes | None = b"" if scope["method"] == "GET" else None
         try:

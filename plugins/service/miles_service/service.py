@@ -71,6 +71,7 @@ class Service:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, tuple[Session, Path | None]] = {}
         self.jobs: dict[str, Job] = {}
+        self.stopping = asyncio.Event()  # set in the event loop of the HTTP server
         self._fetched: deque[str] = deque()
         self._seeded: asyncio.Lock | None = None
 
@@ -334,15 +335,22 @@ class Service:
         """Return a job's result once it is complete: bytes or JSON data.
 
         Raises:
-            ApiError: status 408 if it is not complete yet; 404 if there is no such job.
+            ApiError: status 408 if it is not complete yet, 503 if the server stops; 404 if there is no such job.
         """
         job = self.jobs.get(name)
         if job is None:
             raise ApiError(404, f"there is no request {name!r:.120} on this server; was it restarted?", "not_found")
+        complete = asyncio.shield(asyncio.wrap_future(job.result))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        await asyncio.wait({complete, stopping}, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not complete.done():
+            complete.cancel()
+            if self.stopping.is_set():
+                raise ApiError(503, "the server stops", "stopping")
+            raise ApiError(408, "the request is not complete yet", "try_again")
         try:
-            found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.result)), WAIT)
-        except TimeoutError:
-            raise ApiError(408, "the request is not complete yet", "try_again") from None
+            found = complete.result()
         except (MilesError, ApiError) as error:
             found = {"error": " ".join(str(error).split()), "category": "user"}
         except Exception as error:

@@ -1,5 +1,6 @@
 """What clients may rely on: results, refusals that change nothing, and requests that are repeated."""
 
+import asyncio
 import json
 import threading
 import time
@@ -8,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_service.queue import Job
+from miles_service.service import Service
 from miles_service.testing import DATA, Client, base, forward_backward
 from miles_service.wire import decode
+from miles_tools.http_server import ApiError
 
 ANSWERS = {
     "samples": {1: ("sequences", "[sequence]"), 2: ("prompt", "bytes")},
@@ -191,6 +195,18 @@ def test_what_is_not_supported_is_one_sentence(client, path, body, status, text)
         body = {"session_id": client.session, "model_seq_id": 9, **body}
     found, reply = client.send(path, body)
     assert found == status and text in reply["error"] and "\n" not in reply["error"]
+
+
+def test_a_server_that_stops_answers_requests_that_wait():
+    async def wait_for_the_end():
+        service = Service(*[None] * 6)
+        service.jobs["slow"] = Job("slow", "client", None, False, b"")
+        asyncio.get_running_loop().call_later(0.01, service.stopping.set)
+        await service.result("slow")
+
+    with pytest.raises(ApiError, match="the server stops") as error:
+        asyncio.run(wait_for_the_end())
+    assert error.value.status == 503
 
 
 def sampler(client, model, number):

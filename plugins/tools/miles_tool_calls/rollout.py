@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from miles_core.chat import Answer, Call, Dialect, attach_media, drop_earlier_rows, find_dialect, take_media, tokenize
@@ -126,17 +127,30 @@ class Rollout:
             ids, names = self._name(answer)
             contents = await self._carry_out(session, answer, names, number)
             messages.append(self._message(answer, ids, names, mode))
-            try:
-                new = result_messages(names, ids, contents, mode)
-                tokens, after = await self._extend(turn, new, [*messages, *new], tools)
-            except ToolFault as fault:
-                if all(isinstance(content, str) for content in contents):
-                    raise
-                new = result_messages(names, ids, [self._without_images(c, fault) for c in contents], mode)
-                tokens, after = await self._extend(turn, new, [*messages, *new], tools)
+            render = partial(result_messages, names, ids, mode=mode)
+            new, tokens, after = await self._append_results(turn, render, contents, messages, tools)
             messages += new
             media = take_media(messages if after is None else new)[1]
             turn = after
+
+    async def _append_results(
+        self,
+        turn: Turn,
+        render: Callable[[list[str | list[Any]]], list[dict[str, Any]]],
+        contents: list[str | list[Any]],
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+    ) -> tuple[list[dict[str, Any]], list[int], Turn | None]:
+        """Append results, without their images if the model cannot read one. Returns their messages, the tokens, and the turn that they
+        continue."""
+        try:
+            new = render(contents)
+            return new, *await self._extend(turn, new, [*messages, *new], tools)
+        except ToolFault as fault:
+            if all(isinstance(content, str) for content in contents):
+                raise
+            new = render([self._without_images(content, fault) for content in contents])
+            return new, *await self._extend(turn, new, [*messages, *new], tools)
 
     def _without_images(self, content: str | list[Any], fault: ToolFault) -> str:
         """Return a result without images that the model cannot read."""

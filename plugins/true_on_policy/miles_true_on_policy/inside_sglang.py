@@ -129,19 +129,20 @@ def attend(
     keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
     keys[forward_batch.out_cache_loc], values[forward_batch.out_cache_loc] = k, v
     tile = choose_tile(q.dtype, q.shape[2], v.shape[2], forward_batch.forward_mode.is_decode())
-    found = getattr(forward_batch, "miles_tiles", None)
-    if found is None:
-        found = forward_batch.miles_tiles = locate(
+    located = getattr(forward_batch, "miles_tiles", None)
+    if located is None:  # the first layer of this batch: the others attend to the same slots
+        located = forward_batch.miles_tiles = locate(
             forward_batch, backend.req_to_token, queries_of(tile, q.shape[1], k.shape[1])
         )
-    slots, tiles = found
-    places = [(Place.of_rows(x[slots]),) * 2 for x in (keys, values)]
-    out = attend_tiles(q, places[0], places[1], tiles, scaling, tile, None, k.shape[1])
+    slots, tiles = located
+    # SGLang's cache holds prompts and generated tokens alike, so both places of the kernel are the same memory.
+    key_places, value_places = ((Place.of_rows(x[slots]),) * 2 for x in (keys, values))
+    out = attend_tiles(q, key_places, value_places, tiles, scaling, tile, None, k.shape[1])
     return out.flatten(1), None
 
 
 def locate(batch: Any, req_to_token: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Slots of all tokens of a batch's sequences, one sequence after the other, and the records of ``attend_tiles``."""
+    """Return the slots of all tokens of a batch's sequences, one sequence after the other, and the ``tiles`` of ``attend_tiles``."""
     after = batch.seq_lens.tolist()
     count = [1] * len(after) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
     table = req_to_token[batch.req_pool_indices]

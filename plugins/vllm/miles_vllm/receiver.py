@@ -60,15 +60,15 @@ class Updates:
             complete update did not reach; and, if the message was refused, ``error``, with ``corrupt`` for a SyncError. (vLLM would send
             exceptions as text and log them as defects.)
         """
-        said: dict[str, Any] = {}
+        refusal: dict[str, Any] = {}
         self.complete = False
         try:
             if message.get("memory", {}).get("kind") in _REFUSED:
                 raise SyncError("vLLM's workers receive weights through shared memory, or the memory of a GPU")
             self._runner.run(self._arrivals.receive(message, version, last))
         except MilesError as error:
-            said = {"error": str(error), "corrupt": isinstance(error, SyncError)}
-        return {"complete": self.complete, "loading": self.loading, "missed": self.missed, **said}
+            refusal = {"error": str(error), "corrupt": isinstance(error, SyncError)}
+        return {"complete": self.complete, "loading": self.loading, "missed": self.missed, **refusal}
 
     def _begin(self, version: int, staged: bool) -> Arrival:
         if not staged:

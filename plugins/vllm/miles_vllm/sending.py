@@ -59,7 +59,9 @@ class Sender:
         while True:
             following = next(batches, None)
             bucket = Bucket(self._reserve(sum(map(room_of, batch))))
-            assert all(map(bucket.add, batch))
+            for unit in batch:
+                added = bucket.add(unit)
+                assert added, "the reserved memory has room for the batch"
             assert self._memory is not None
             message = {**bucket.header(), "memory": self._memory.memory, "number": number, "sender": [0, 1]}
             if self._device == "cuda":

@@ -158,8 +158,9 @@ def offer_matrices(weights: Weights, chunk: Any, on_chunk: Callable[[nn.Module],
 
 
 def _pass_gradients(chunk: Any) -> None:
-    """Let the output of a frozen embedding require a gradient: recomputed layers get none otherwise, because Megatron-Core recomputes in a
-    function of its own, whose output requires a gradient only if its input does."""
+    """Make the output of a frozen embedding require a gradient; otherwise recomputed layers would get none.
+
+    Megatron-Core recomputes in an autograd function whose output requires a gradient only if its input does."""
     embedding: nn.Module | None = getattr(chunk, "embedding", None)
     if embedding is None or any(p.requires_grad for p in embedding.parameters()):
         return

@@ -61,7 +61,7 @@ class EngineWorkers(Workers):
 
     @property
     def occupied_seconds(self) -> float:
-        """Integral of the number of decoded requests over time, all engines."""
+        """Sum, over all requests and engines, of the seconds in which the request was decoded."""
         return self.past_occupied + sum(engine.occupied for engine in self.engines)
 
     async def call(self, number: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
