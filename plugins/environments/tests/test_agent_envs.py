@@ -191,6 +191,7 @@ def test_refused_environments(make):
             "their_plain?id=user-sim&policy=assistant",
             "its agent user is not the policy; give user.model and user.client",
         ),
+        ('their_guess?player={"model":"m"}', "player.model has no effect, because the run plays this agent"),
         ("their_tools", "its tasks have tools, and the answers here are texts"),
         ("their_nothing", "taskset 'their_nothing' not found"),
         ("their_guess?nope=1", r"refuses the options \(nope: Extra inputs are not permitted\)"),

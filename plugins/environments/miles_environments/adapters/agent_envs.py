@@ -60,6 +60,11 @@ class AgentEnvironment(Environment):
 
     def _seats(self, config: Any, options: Mapping[str, Any], turns: int | None) -> dict[str, Any]:
         """Return the configuration of each agent."""
+        fixed = {"model", "client", "harness", "runtime"} & set(options.get(self._policy, {}))
+        if fixed:
+            raise ConfigError(
+                f"{self._where}: {self._policy}.{min(fixed)} has no effect, because the run plays this agent; remove it"
+            )
         seats = {}
         for name, spec in agent_config_fields(config).items():
             update: dict[str, Any] = {"harness": vf.HarnessConfig(id=HARNESS), "runtime": SubprocessConfig()}
