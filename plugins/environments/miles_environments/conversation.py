@@ -5,6 +5,7 @@ The program runs until it ends, somewhere else. Each of its requests is an obser
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -112,7 +113,10 @@ class Endpoint:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 status, answer = endpoint.answer(self.headers.get(header, ""), body)
-                data = json.dumps(answer).encode()
+                with contextlib.suppress(ConnectionError):  # the program may have ended
+                    self.reply(status, json.dumps(answer).encode())
+
+            def reply(self, status: int, data: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))

@@ -24,7 +24,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from miles_core.plugin import ConfigError
 from miles_environments.adapters.policy_harness import HARNESS
-from miles_environments.adapters.tasksets import TaskList
+from miles_environments.adapters.task_list import TaskList
 from miles_environments.conversation import Conversation, Endpoint
 from miles_environments.entry import Entry
 from miles_environments.environment import Environment, EnvironmentFault, Task

@@ -12,24 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_core.plugin import ConfigError
+from miles_environments.adapters.task_list import TaskList
 from miles_environments.entry import Entry
 from miles_environments.environment import Environment, Task
-
-
-class TaskList:
-    """The tasks of a task set by number; an endless one (``length`` is None) is read on demand."""
-
-    def __init__(self, taskset: Any, where: str) -> None:
-        self._source = iter(taskset)
-        self._read: list[Any] = list(self._source) if taskset.bounded else []
-        self.length = len(self._read) if taskset.bounded else None
-        if self.length == 0:
-            raise ConfigError(f"{where}: it has no tasks")
-
-    def __getitem__(self, number: int) -> Any:
-        while len(self._read) <= number:
-            self._read.append(next(self._source))
-        return self._read[number]
 
 
 class Taskset(Environment):
