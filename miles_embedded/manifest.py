@@ -40,8 +40,8 @@ _OWN_ATTENTION = (
     "a compressed or "
     "indexed cache, one attention module in several layers); use another engine and trainer"
 )
-_OWN_CALL = (
-    "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
+_OWN_HEAD = (
+    "its forward has further layers between the decoder stack and the output layer, which are not part of its head; use another engine "
     "and trainer"
 )
 _OWN_LOGITS = (
@@ -57,19 +57,15 @@ _NO_TEXT = (
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: ("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
     _NO_LAYERS: (
-        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
-        *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gptj", "hrm_text", "marian", "mbart"),
-        *("megatron-bert", "mpt", "mvp", "openai-gpt", "opt"),
-        *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
+        *("big_bird", "bloom", "cpmant", "falcon", "git", "gpt_neo", "megatron-bert", "mpt", "mvp", "openai-gpt"),
+        *("reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "prophetnet", "xlnet"),
     ),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "dory"),
-        *("gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
+        *("gpt_neox_japanese", "hrm_text", "hy_v4", "inkling_text", "inkling2_text"),
         *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
-    _OWN_CALL: ("moshi",),
+    _OWN_HEAD: ("electra",),
     _OWN_LOGITS: ("chameleon",),
     _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }
@@ -96,6 +92,10 @@ SINCE = {
     "granitemoe": (
         "5.13",
         "in earlier releases its routers and experts are not modules, so they could not be replayed or balanced",
+    ),
+    **dict.fromkeys(
+        ("codegen", "ctrl", "gptj", "moshi", "nemotron"),
+        ("5.24", "in earlier releases its layers do not attend through Transformers' attention interface"),
     ),
     **dict.fromkeys(STATEFUL, ("5.24", "the caches of earlier releases store the states of its layers in other ways")),
 }

@@ -84,8 +84,14 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "top_k": EXPERTS_PER_TOKEN,
     "layers": LAYERS,
     "vocab_size": ("vocab_size",),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "context": ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "context": (
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "model_max_length",
+        "max_target_positions",
+    ),
     "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 from miles_core.plugin.model_config import EXPERTS
 
 #: Names of the number of layers.
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers")
 
 #: Kinds of layers that keep a state between tokens.
 STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})

@@ -113,7 +113,8 @@ def _begin(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    enter_call(kwargs.get("call"))
+    if "call" in kwargs:  # not every layer passes it on (Nemotron)
+        enter_call(kwargs["call"])
 
 
 def enter_call(call: Call | None) -> None:

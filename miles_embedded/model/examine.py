@@ -16,8 +16,16 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError
 from miles_embedded.model.dequantize import open_files
-from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors, refuse_config
+from miles_embedded.model.load import (
+    FLAG,
+    build_empty,
+    checkpoint_config,
+    facts_of,
+    fill_model,
+    load_errors,
+)
 from miles_embedded.model.parts import configuration
+from miles_embedded.model.refusals import refuse_config, refuse_longer
 from miles_embedded.model.shapes import check_forward
 from miles_embedded.model.views import views
 
@@ -44,22 +52,29 @@ def examine(config: Any, weights: bool) -> None:
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else (FLAG, options.hf_checkpoint)
     if path is not None and Path(path).is_dir():
         files = [(str(f), f.stat().st_mtime_ns) for p in (_WEIGHTS, "*.json") for f in sorted(Path(path).glob(p))]
-        _once(path, weights, flag, options.trust_remote_code, tuple(files))
+        _once(path, weights, flag, options.trust_remote_code, config.rollout.max_context_len or 0, tuple(files))
 
 
 @lru_cache(maxsize=16)  # notebooks and test suites start many runs of the same model
-def _once(path: str, weights: bool, flag: str, trust_remote_code: bool, files: tuple[object, ...]) -> None:
-    examine_checkpoint(path, weights, flag, trust_remote_code)
+def _once(
+    path: str, weights: bool, flag: str, trust_remote_code: bool, longest: int, files: tuple[object, ...]
+) -> None:
+    examine_checkpoint(path, weights, flag, trust_remote_code, longest)
 
 
 def examine_checkpoint(
-    path: str | Path, weights: bool = True, flag: str = FLAG, trust_remote_code: bool = False
+    path: str | Path,
+    weights: bool = True,
+    flag: str = FLAG,
+    trust_remote_code: bool = False,
+    longest: int | None = None,
 ) -> None:
     """Check that ``load_model`` could load the checkpoint, without checking the values of the weights.
 
     Args:
         path, trust_remote_code, flag: as for ``load_model``.
         weights: require weights.
+        longest: length of the run's sequences, 0 for that of ``config.json``; None to accept any.
 
     Raises:
         CheckpointError: as ``load_model``; or weights are required and missing.
@@ -82,6 +97,9 @@ def examine_checkpoint(
             # Deriving the views checks that the model could be exported.
             views(fill_model(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state))
         check_forward(model)
+        if longest is not None:
+            origin = "--rollout-max-context-len" if longest else "config.json"
+            refuse_longer(model, longest or facts_of(model)["model.context"] or 0, origin)
 
 
 def _shapes(path: str | Path, config: Any, flag: str) -> dict[str, tuple[int, ...]]:

@@ -35,16 +35,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
-from miles_core.plugin.layers import STATE_KINDS
-from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
-from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
+from miles_embedded.model.learned_positions import follow_positions
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
 from miles_embedded.model.parts import (
@@ -55,8 +53,8 @@ from miles_embedded.model.parts import (
     narrow_input,
     text_configuration,
 )
+from miles_embedded.model.refusals import refuse_config, refuse_longer
 from miles_embedded.model.rotary_entries import complete_rotary
-from miles_embedded.model.states import stateful_modules
 from miles_embedded.model.value_head import is_classifier, refuse_classifier, replace_output
 from miles_embedded.model.without_storage import without_storage
 
@@ -86,6 +84,11 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: s
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         complete_rotary(config)
+        if getattr(config.get_text_config(), "is_encoder_decoder", False):
+            raise CheckpointError(
+                "it is an encoder with a decoder (is_encoder_decoder in config.json is true); the embedded backend runs decoders only, as "
+                "AutoModelForCausalLM saves them"
+            )
         return config
     except CheckpointError as error:
         raise CheckpointError(f"{flag} {path}: {error}") from error
@@ -290,24 +293,6 @@ def attention_by_part(config: Any) -> str | dict[str, str]:
     return {"": NAME} | {name: NAME if getattr(config, name) is text else "eager" for name in parts}
 
 
-def refuse_config(model: nn.Module) -> None:
-    """Check a model, with or without weights.
-
-    Raises:
-        CheckpointError: it has unsupported layers, or rotary frequencies that are not finite.
-    """
-    _refuse_unknown_attention(model)
-    _refuse_unknown_states(model)
-    for name, module in model.named_modules():
-        if getattr(module, "inv_freq", None) is not None and hasattr(module, "config"):
-            made: Any = type(module)(module.config)  # the model itself may be on the meta device, without values
-            if not made.inv_freq.isfinite().all():
-                rope = getattr(module.config, "rope_parameters", None)
-                raise CheckpointError(
-                    f"the rotary frequencies of {name} are not finite numbers (rope_parameters in config.json: {rope})"
-                )
-
-
 def _describe_failure(error: Exception) -> str:
     """Describe an error of Transformers in one line."""
     first = first_line(error)
@@ -351,46 +336,22 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
+    follow_positions(model)
     use_kernels(model)
     join_linear(model)
     return model
 
 
-def _refuse_unknown_attention(model: nn.Module) -> None:
-    """CheckpointError for layers whose restricted attention is not supported and would be computed as full attention."""
-    indexer = next(
-        (n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer") and type(m).__name__ not in KNOWN),
-        None,
-    )
-    if indexer is not None:
-        raise CheckpointError(
-            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
-            "does not support; use another engine and trainer"
-        )
-    config = text_configuration(model)
-    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if kinds:
-        raise CheckpointError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
-            "embedded backend does not compute; use another engine and trainer"
-        )
-
-
-def _refuse_unknown_states(model: nn.Module) -> None:
-    """CheckpointError for layers that should keep a state, but not through the methods of Transformers' cache (``states``)."""
-    kinds = getattr(text_configuration(model), "layer_types", None) or ()
-    for number, (layer, kind) in enumerate(zip(decoder_layers(model), kinds, strict=False)):
-        if kind in STATE_KINDS and next(stateful_modules(layer), None) is None:
-            raise CheckpointError(
-                f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
-                "does not support; use another engine and trainer"
-            )
-
-
 def context_limit(model: nn.Module, wanted: int = 0) -> int:
-    """Return the longest sequence length: ``wanted``, or the model's limit (fact ``model.context``) if that is 0."""
+    """Return the longest sequence length: ``wanted``, or the model's limit (fact ``model.context``) if that is 0.
+
+    Raises:
+        CheckpointError: the model has a position table with fewer rows.
+    """
     stated = facts_of(model)["model.context"]
-    return wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
+    limit = wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
+    refuse_longer(model, limit, "--rollout-max-context-len" if wanted else "config.json")
+    return limit
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

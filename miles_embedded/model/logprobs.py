@@ -25,7 +25,7 @@ from miles_embedded.model.operations import (
     operations_of,
     sum_support,
 )
-from miles_embedded.model.parts import head, text_configuration
+from miles_embedded.model.parts import logits_module, text_configuration
 
 #: Largest number of logits in memory at once; further rows are processed in chunks.
 CHUNK_ELEMENTS = 1 << 26
@@ -133,7 +133,7 @@ def top_log_probs(
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """Compute logits [..., vocabulary] from ``hidden`` [..., hidden], including the family's steps after ``lm_head``."""
-    logits = head(model)(hidden)
+    logits = logits_module(model)(hidden)
     config, steps = text_configuration(model), head_steps(type(model))  # type: ignore[arg-type]  # a class is hashable
     scale = _scale(config, steps)
     if scale != 1:

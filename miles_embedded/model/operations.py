@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from miles_core.data.batch import Ragged
 from miles_embedded.model.attention import AttentionOptions, attention_options, window_mask
-from miles_embedded.model.call import Call
+from miles_embedded.model.call import Call, active_call
 from miles_embedded.model.grouped_experts import swiglu_experts
 from miles_embedded.model.kv_dtype import KV_DTYPE, round_to_cache
 from miles_embedded.model.parts import backbone, decoder_layers
@@ -229,12 +229,13 @@ def call_attention(
         value: [1, kv heads, rows, value dim].
         attention_mask: the result of ``make_mask``.
         scaling: factor on the scores; None for 1 / sqrt(dim).
-        call: the call that the rows belong to.
+        call: the call that the rows belong to; None for the active one.
         kwargs: further arguments of the family.
 
     Returns:
         [1, rows, heads, value dim], and None in place of attention weights.
     """
+    call = call or active_call()
     if call is None:
         raise RuntimeError("this model attends through a Call; pass call=... (see miles_embedded.model.call)")
     if scaling is None:

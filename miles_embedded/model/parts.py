@@ -16,6 +16,12 @@ from torch import nn
 
 from miles_core.errors import CheckpointError
 
+#: Names of the list of decoder layers in the decoder stack; BERT's kind has it in a part of the stack.
+_LISTS = ("layers", "h", "blocks")
+#: Entries of a configuration with the number of decoder layers. For BART's kind ``num_hidden_layers`` counts those of the encoder.
+_COUNTS = ("decoder_layers", "num_hidden_layers")
+#: Class of a model -> name of its ``logits_module``; empty if that is the output layer.
+_LOGITS: dict[type[nn.Module], str] = {}
 #: Submodule name of the head.
 VALUE_HEAD = "miles_value_head"
 #: Attribute that is true if the value head is in place of the output layer.
@@ -39,6 +45,18 @@ def head(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
+def logits_module(model: nn.Module) -> nn.Module:
+    """Return the module that maps final hidden states to logits: the output layer, or a part of the model with further layers in front of it
+    (BERT's kind)."""
+    output, kind = head(model), type(model)
+    found = _LOGITS.get(kind)
+    if found is None:
+        parts = {name: set(part.modules()) for name, part in model.named_children()}
+        around = [name for name, inside in parts.items() if output in inside and backbone(model) not in inside]
+        found = _LOGITS[kind] = "" if not around or getattr(model, around[0]) is output else around[0]
+    return getattr(model, found) if found else output
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """Return the decoder stack below ``lm_head``; of a multimodal model, that of its language model."""
     found: Any = model
@@ -48,19 +66,22 @@ def backbone(model: nn.Module) -> nn.Module:
         inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
         if inner is None:
             break
-        found, names = inner, ("language_model", "text_model", "model")
+        found, names = inner, ("language_model", "text_model", "model", "decoder")
     stack: nn.Module = found
     return stack
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers that the model runs, in order, without additional layers (``extra_layers``)."""
-    layers = getattr(backbone(model), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+    stack = backbone(model)
+    places = [(stack, name) for name in _LISTS] + [(getattr(stack, "encoder", None), "layer")]
+    layers = next((x for part, name in places if isinstance(x := getattr(part, name, None), nn.ModuleList)), None)
+    if layers is None:
         raise CheckpointError(
             f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
         )
-    run = getattr(text_configuration(model), "num_hidden_layers", None) or len(layers)
+    config = text_configuration(model)
+    run = next((n for name in _COUNTS if (n := getattr(config, name, None))), len(layers))
     return layers if run >= len(layers) else layers[:run]
 
 

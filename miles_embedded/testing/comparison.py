@@ -26,6 +26,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.growing_rope import rope_switch
+from miles_embedded.model.learned_positions import positions_from_padding
 from miles_embedded.model.load import kind_of, load_model
 from miles_embedded.model.states import use_configured_limit
 from miles_embedded.model.views import export
@@ -131,12 +132,14 @@ def _compare_generation(engine: EmbeddedEngine, reference: Any) -> tuple[float, 
         return responses, await engine.score(whole)
 
     responses, scores = asyncio.run(main())
-    placeholders = _placeholders(reference)
+    special = _placeholders(reference)
+    if positions_from_padding(reference):
+        special.add(reference.config.pad_token_id)
     score = greedy = 0.0
     for request, response, scored in zip(requests, responses, scores, strict=True):
         tokens = request.tokens + response.tokens
-        # Transformers replaces the embedding of a placeholder for an image: what follows one is not text
-        end = next((i + 1 for i, token in enumerate(tokens) if token in placeholders), len(tokens))
+        # Transformers replaces the embedding of a placeholder for an image, and some models do not count padding: what follows is not text
+        end = next((i + 1 for i, token in enumerate(tokens) if token in special), len(tokens))
         tokens, scored = tokens[:end], scored[: end - 1]
         with torch.no_grad():
             rows = expected_log_probs(reference, tokens)

@@ -13,10 +13,10 @@ from typing import Any
 _TEXT: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "text_hidden_size", "out_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("moe_intermediate_size", "expert_hidden_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 16),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
@@ -43,6 +43,7 @@ _SECTIONED = (
     "glm4v",
     "glm46v",
     "glm_ocr",
+    "hunyuan_vl",
     "glmga",
     "paddleocr_vl",
     "qwen2_vl_text",
@@ -55,16 +56,22 @@ _OWN: dict[str, dict[str, Any]] = {
     "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32},
     "chameleon": {"vocabulary_map": {"<image>": 50, "IMGIMGAZ": 51, "IMGIMGBZ": 52}},
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "codegen": {"rotary_dim": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"n_group": 1, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "emu3": {"vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, "<|visual token 000000|>": 52}},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "gptj": {"rotary_dim": 4},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0], "downsample_rate": "1/2",
                         "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
                                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
     "molmo2_adapter": {"vision_feature_layer": [0]},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 55},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 55},
+    "xmod": {"default_language": "en_XX"},
     "wavtokenizer_encoder": {"codebook_size": 4, "codebook_dim": 32},
 }  # fmt: skip
 #: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
@@ -98,6 +105,8 @@ def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]
                 made[name] = sizes[name]
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             made[name] = next(media)
+        elif name == "is_decoder" and sizes is _TEXT:  # BERT's kind attends in both directions by default
+            made[name] = True
         elif name in _PER_LAYER and isinstance(value, list) and value:
             kinds = list(dict.fromkeys(value))
             made[name] = [kinds[i % len(kinds)] for i in range(max(2, len(kinds)))]
@@ -108,11 +117,12 @@ def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]
         made[name] = max(layers, made[name])
     for name in [n for n in _PER_LAYER if n in made]:
         made[name] = [made[name][i % len(made[name])] for i in range(layers)]
-    made |= _OWN.get(str(values.get("model_type")), {})
+    own = _OWN.get(str(values.get("model_type")), {})
+    made |= own
     return {
         name: value
         for name, value in made.items()
-        if name in accepted or "kwargs" in accepted or isinstance(value, dict)
+        if name in accepted or name in own or "kwargs" in accepted or isinstance(value, dict)
     }
 
 

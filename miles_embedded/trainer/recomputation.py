@@ -27,9 +27,11 @@ def recompute_layers(model: nn.Module, sharded: bool = False, observed: bool = F
     enable = getattr(named, "activation_checkpointing_enable", None) or named.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     # Transformers recomputes layers only in training mode. Only the layers themselves are set to it: their children, including
-    # dropout, stay in evaluation mode, because a policy's log-probs must not be random.
+    # dropout, stay in evaluation mode, because a policy's log-probs must not be random. Some layers drop values without a module for it.
     for layer in decoder_layers(model):
         layer.training = True
+        for name in [name for name, value in vars(layer).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(layer, name, 0.0)
         if hasattr(layer, _FUNCTION):
             plain = not sharded and not observed
             setattr(layer, _FUNCTION, partial(_enter_and_run, recompute if plain else getattr(layer, _FUNCTION)))

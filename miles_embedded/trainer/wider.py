@@ -7,6 +7,7 @@ embedding only the rows that are read are copied. Steps that a model always comp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ def wider_arithmetic(model: nn.Module) -> Iterator[None]:
     handles = []
     for module in model.modules():
         if module._parameters:
-            enter = hooks.enter_embedding if isinstance(module, nn.Embedding) else hooks.enter
+            enter = hooks.enter_embedding if _reads_ids(module) else hooks.enter
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(hooks.leave, always_call=True))
     try:
@@ -43,6 +44,11 @@ def wider_arithmetic(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _reads_ids(module: nn.Module) -> bool:
+    """Whether the module is an embedding whose argument is the rows to read. Tables of positions compute the rows from further arguments."""
+    return isinstance(module, nn.Embedding) and len(inspect.signature(type(module).forward).parameters) == 2
 
 
 class _Wide:

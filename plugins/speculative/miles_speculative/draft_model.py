@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from miles_embedded import backbone, load_model, logits_of, mask_for
+from miles_embedded import backbone, decoder_layers, load_model, logits_of, mask_for
 from miles_speculative.draft import Draft
 from miles_speculative.draft_files import is_eagle
 from miles_speculative.eagle import Eagle, attach_eagle
@@ -50,7 +50,7 @@ def attach_model(policy: Any, path: str | Path) -> Draft:
         return attach_eagle(policy, path)
     like = next(policy.parameters())
     draft: Any = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
-    behind = len(backbone(policy).layers)  # type: ignore[arg-type]
+    behind = len(getattr(backbone(policy), "layers", None) or decoder_layers(policy))  # with additional layers
     for module in draft.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx += behind

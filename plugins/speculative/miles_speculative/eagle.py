@@ -73,7 +73,7 @@ def attach_eagle(policy: Any, path: str | Path) -> Eagle:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
-    behind = len(backbone(policy).layers)  # type: ignore[arg-type]
+    behind = len(getattr(backbone(policy), "layers", None) or decoder_layers(policy))  # with additional layers
     for layer in draft.layers:
         layer.self_attn.layer_idx += behind
     policy.draft = draft

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config
 
 from miles_core.cli.main import main
 from miles_core.engine import Request, Sampling
@@ -22,7 +23,7 @@ from miles_speculative.draft_model import attach_model
 from miles_speculative.eagle import new_eagle
 from miles_speculative.lookahead import Lookahead
 from miles_speculative.tree import TreeDecoder
-from miles_testing.tiny import tiny_checkpoint
+from miles_testing.tiny import random_checkpoint, tiny_checkpoint
 from miles_testing.toy import toy_files
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "intermediate_size": 16}
@@ -59,9 +60,11 @@ def test_in_a_run_trained_on_the_rollouts(toy_run, small):
     assert not torch.equal(start, ours["model.embed_tokens.weight"])
 
 
-def test_a_draft_that_is_the_policy_is_always_kept(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_draft_that_is_the_policy_is_always_kept(family, tmp_path):
     """Its keys and values are its own, and right after every step: with the policy's own weights p equals q."""
-    checkpoint = tiny_checkpoint("qwen3", tmp_path)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=2, eos_token_id=1)
+    checkpoint = random_checkpoint(config, tmp_path) if family == "gpt2" else tiny_checkpoint(family, tmp_path)
     engine = EmbeddedEngine(load_model(checkpoint), Settings(str, eos=[1]))
     engine.decoder = SpeculativeDecoder(attach_model(engine.model, checkpoint), Lookahead(3))
     requests = [
