@@ -17,11 +17,12 @@ from miles_core.plugin import ConfigError
 #: Library -> whether an episode has several turns; None if the environment decides.
 LIBRARIES: dict[str, bool | None] = {
     "reasoning_gym": False,
-    "verifiers": False,
+    "verifiers": None,
     "gymnasium": True,
     "textarena": True,
     "openenv": True,
     "nemo_gym": None,
+    "harbor": True,
     "file": None,
 }
 

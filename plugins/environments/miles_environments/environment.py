@@ -58,7 +58,13 @@ class Step:
 
 
 class Episode(ABC):
-    """One episode. Methods may block: they are called in threads, one at a time."""
+    """One episode. Methods may block: they are called in threads, one at a time.
+
+    Attributes:
+        instructions: system message of this episode, known after ``reset``; empty for the environment's.
+    """
+
+    instructions: str = ""
 
     @abstractmethod
     def reset(self) -> Observation:
@@ -137,10 +143,10 @@ def find_answer(text: str, how: str) -> str | None:
     return stripped
 
 
-def instructions_of(entry: Entry, environment: Environment) -> str:
-    """Return the system message of an entry's prompts."""
+def instructions_of(entry: Entry, environment: Environment, episode: Episode | None = None) -> str:
+    """Return the system message of an entry's prompts, or of an episode."""
     if entry.instructions is not None:
         return entry.instructions
     how = entry.answer or environment.answer
-    tag = TAG_INSTRUCTIONS if how == "tag" and not environment.instructions else ""
-    return environment.instructions or tag
+    own = (episode.instructions if episode else "") or environment.instructions
+    return own or (TAG_INSTRUCTIONS if how == "tag" else "")

@@ -17,6 +17,7 @@ _ADAPTERS = {
     "textarena": ("miles_environments.adapters.arena", "textarena"),
     "openenv": ("miles_environments.adapters.open_env", "openenv"),
     "nemo_gym": ("miles_environments.adapters.nemo_gym", ""),
+    "harbor": ("miles_environments.adapters.harbor_tasks", ""),
     "file": ("miles_environments.adapters.user_file", ""),
 }
 

@@ -97,7 +97,7 @@ class Play:
         environment = self.member.environment
         self._episode = await self._call("opening an episode", lambda: environment.open(number, level))
         first = self._read(await self._call("reset", self._episode.reset))
-        system = instructions_of(self.member.entry, environment)
+        system = instructions_of(self.member.entry, environment, self._episode)
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": first}]
         self.sample.prompt, media = take_media(messages)
         self.sample.media = media

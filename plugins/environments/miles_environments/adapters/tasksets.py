@@ -12,30 +12,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_core.plugin import ConfigError
+from miles_environments.adapters.task_list import TaskList
 from miles_environments.entry import Entry
 from miles_environments.environment import Environment, Task
 
 
 class Taskset(Environment):
-    """The tasks of a task set; an endless one is read on demand."""
+    """The tasks of a task set, each with a single answer."""
 
     def __init__(self, entry: Entry) -> None:
         import verifiers.v1 as vf
 
         where = f"--environments verifiers:{entry.task}"
-        module, separator, name = entry.task.rpartition(":")
-        found = getattr(importlib.import_module(module), name, None) if separator else None
+        module, _, name = entry.task.rpartition(":")
+        found = getattr(importlib.import_module(module), name, None)
         if not (isinstance(found, type) and issubclass(found, vf.Taskset)):
             raise ConfigError(f"{where}: it is no verifiers.v1.Taskset; write verifiers:module:Class")
-        self._made: Any = found(_config_type(found)(**entry.options))
-        self._tasks: list[Any] = []
-        self._source = iter(self._made)
-        if self._made.bounded:
-            self._tasks = list(self._source)
-            self.length = len(self._tasks)
-            if not self.length:
-                raise ConfigError(f"{where}: it has no tasks")
-        self._check_runtime(self._get(0), where)
+        self._tasks = TaskList(found(_config_type(found)(**entry.options)), where)
+        self.length = self._tasks.length
+        self._check_runtime(self._tasks[0], where)
 
     def _check_runtime(self, task: Any, where: str) -> None:
         import inspect
@@ -47,13 +42,8 @@ class Taskset(Environment):
                     f"{where}: its reward {function.__name__} needs a runtime of verifiers (a container); here rewards see the answer only"
                 )
 
-    def _get(self, number: int) -> Any:
-        while len(self._tasks) <= number:
-            self._tasks.append(next(self._source))
-        return self._tasks[number]
-
     def task(self, number: int, level: int) -> Task:
-        data = self._get(number).data
+        data = self._tasks[number].data
         prompt = data.prompt_text if isinstance(data.prompt, str) or data.prompt is None else None
         messages = [{"role": "user", "content": prompt}] if prompt else [_plain(m) for m in data.prompt or ()]
         if data.system_prompt:
@@ -63,7 +53,7 @@ class Taskset(Environment):
         return Task(messages, getattr(data, "answer", None))
 
     def score(self, number: int, level: int, answers: Sequence[str | None]) -> list[float | dict[str, float]]:
-        task = self._get(number)
+        task = self._tasks[number]
 
         async def score_all() -> list[float | dict[str, float]]:
             return list(await asyncio.gather(*(_score(task, answer or "") for answer in answers)))
@@ -103,6 +93,10 @@ def _config_type(taskset: Any) -> Any:
     return concrete_type(taskset, TasksetConfig, origin=Base) or TasksetConfig
 
 
-def make(entry: Entry, seed: int) -> Taskset:
-    """Make the environment of an entry; the tasks do not depend on the seed."""
-    return Taskset(entry)
+def make(entry: Entry, seed: int) -> Environment:
+    """Make the environment of an entry, with agents if it names no class; the tasks do not depend on the seed."""
+    if ":" in entry.task:
+        return Taskset(entry)
+    from miles_environments.adapters.agent_envs import AgentEnvironment
+
+    return AgentEnvironment(entry)
