@@ -203,7 +203,13 @@ def main() -> None:
     elif given.worker == "service":
         work_with_service(given, Reporter())
     else:
-        finish("service_step", compare(given), given.save, lambda: installed("miles-core", "torch"), f"{given.hidden}-hidden")
+        finish(
+            "service_step",
+            compare(given),
+            given.save,
+            lambda: installed("miles-core", "torch"),
+            f"{given.hidden}-hidden",
+        )
 
 
 if __name__ == "__main__":

@@ -52,6 +52,23 @@ class Job:
                 log.exception("the request %s failed", self.id)
             self.result.set_exception(error)
 
+    async def wait(self, seconds: float, stopping: asyncio.Event) -> None:
+        """Wait until the result is there.
+
+        Raises:
+            ApiError: status 408 after ``seconds``, 503 after ``stopping``.
+        """
+        complete = asyncio.shield(asyncio.wrap_future(self.result))
+        stopped = asyncio.ensure_future(stopping.wait())
+        await asyncio.wait({complete, stopped}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not complete.cancel():
+            complete.exception()  # ``result`` raises it
+        elif stopping.is_set():
+            raise ApiError(503, "the server stops", "stopping")
+        else:
+            raise ApiError(408, "the request is not complete yet", "try_again")
+
 
 class FairQueue:
     """Runs jobs: one of each client in turn, in the order in which the client sent them.

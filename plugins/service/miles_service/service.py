@@ -340,17 +340,9 @@ class Service:
         job = self.jobs.get(name)
         if job is None:
             raise ApiError(404, f"there is no request {name!r:.120} on this server; was it restarted?", "not_found")
-        complete = asyncio.shield(asyncio.wrap_future(job.result))
-        stopping = asyncio.ensure_future(self.stopping.wait())
-        await asyncio.wait({complete, stopping}, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not complete.done():
-            complete.cancel()
-            if self.stopping.is_set():
-                raise ApiError(503, "the server stops", "stopping")
-            raise ApiError(408, "the request is not complete yet", "try_again")
+        await job.wait(WAIT, self.stopping)
         try:
-            found = complete.result()
+            found = job.result.result()
         except (MilesError, ApiError) as error:
             found = {"error": " ".join(str(error).split()), "category": "user"}
         except Exception as error:
