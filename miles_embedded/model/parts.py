@@ -51,9 +51,12 @@ def logits_module(model: nn.Module) -> nn.Module:
     output, kind = head(model), type(model)
     found = _LOGITS.get(kind)
     if found is None:
-        parts = {name: set(part.modules()) for name, part in model.named_children()}
-        around = [name for name, inside in parts.items() if output in inside and backbone(model) not in inside]
-        found = _LOGITS[kind] = "" if not around or getattr(model, around[0]) is output else around[0]
+        around = (
+            name
+            for name, part in model.named_children()
+            if part is not output and output in (inside := set(part.modules())) and backbone(model) not in inside
+        )
+        found = _LOGITS[kind] = next(around, "")
     return getattr(model, found) if found else output
 
 

@@ -40,7 +40,7 @@ def working(text):
 
 
 SLIME = (
-    "--rm-type deepscaler --use-kl-loss --balance-data --rollout-seed 7 --wandb-run-id x --wandb-key SECRET "
+    "--rm-type deepscaler --label-key label --use-kl-loss --balance-data --rollout-seed 7 --wandb-run-id x --wandb-key SECRET "
     "--eval-interval 5 --eval-prompt-data aime /data/aime.jsonl --lr 1e-6"
 )
 

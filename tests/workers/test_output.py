@@ -24,7 +24,7 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
         path_of(tmp_path, name).write_text(LINES.replace("{n}", str(n)))
     with caplog.at_level(logging.INFO, logger="miles_workers"):
         asyncio.run(output.close())
-    found = [record.getMessage() for record in caplog.records]
+    found = [record.getMessage() for record in caplog.records if record.name.startswith("miles_workers")]
     own = ["miles_thing.work: ready", "Traceback (most recent call last):"]
     assert found[:2] == ["a: somewhere: a file is missing", "a: " + LINES.splitlines()[1].replace("{n}", "0")]
     assert found[2:] == [f"{name}: {line}" for name in "ab" for line in own]

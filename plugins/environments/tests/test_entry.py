@@ -53,7 +53,10 @@ def test_labels_are_unique():
         ({"environments": "gym:x"}, "there is no library 'gym'"),
         ({"environments": "gymnasium:a:B"}, "an episode of B has several turns, and this rollout function plays them"),
         ({"environments": None, "rm_type": "environments", "custom_rm_path": None}, "no environment is chosen"),
-        ({"environments": "reasoning_gym:a", "rm_type": "f1"}, "--environments supplies prompts and rewards"),
+        (
+            {"environments": "reasoning_gym:a", "rm_type": "f1", "label_key": "label"},
+            "--environments supplies prompts and rewards",
+        ),
         ({"rm_type": "unit_tests", "prompt_data": "x.jsonl", "reward_key": "x"}, "this reward is a number"),
     ],
 )

@@ -15,6 +15,8 @@ from typing import Any
 
 from miles_environments.environment import EnvironmentFault
 
+#: A run in the background of a shell ignores SIGINT, and so would its children.
+INTERRUPTIBLE = ("env", "--default-signal=INT")
 #: Seconds for a trial that is cancelled to remove its container.
 GRACE = 60.0
 
@@ -31,7 +33,7 @@ class Trial:
         )
         with (self._folder / "log.txt").open("w") as output:
             self._process = subprocess.Popen(
-                [*command, "-c", str(self._folder / "trial.json")],
+                [*INTERRUPTIBLE, *command, "-c", str(self._folder / "trial.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
