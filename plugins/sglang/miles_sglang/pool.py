@@ -103,7 +103,7 @@ class PoolLink(Link):
         await asyncio.gather(*(member.link.stop() for member in members.values()))
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Servers that wait for weights take the place of those that left. The engine sends the weights next."""
+        """Return the description of the servers that are left or have joined. The engine then sends them the weights."""
         while any(member.gone.is_set() for member in self._asked.values()):  # their requests end now
             await asyncio.sleep(0)
         self._check_any()
@@ -356,7 +356,7 @@ class PoolLink(Link):
             self.news.left += 1
             self.news.serving -= 1
         log.warning(
-            "--sglang-url %s: %s left (%s); its %d open requests are sent to other servers, of which there are %d",
+            "--sglang-url %s: %s left (%s); its %d open requests are repeated on other servers; %d servers remain",
             self._servers, redact(member.link.url), cause, member.open, self.news.serving,
         )  # fmt: skip
         self._spawn(member.link.stop())

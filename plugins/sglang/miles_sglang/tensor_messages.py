@@ -36,7 +36,7 @@ def encode(endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview, 
         endpoint: name of the endpoint.
         body: its arguments without the tensors.
         payload: the tensors: a bucket, which ``body`` describes (``buckets.Flat.message``), or an adapter as a safetensors file.
-        ranks: number of SGLang's tensor-parallel ranks, each of which receives all tensors.
+        ranks: number of SGLang's tensor-parallel ranks. Each rank receives all tensors.
     """
     if endpoint == "update_weights_from_tensor":
         content: Any = _pack(body["tensors"], payload)
