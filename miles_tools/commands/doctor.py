@@ -154,7 +154,8 @@ def problems_of(needs: Sequence[Requirement], found: Environment) -> list[str]:
 
 
 def plugin_states(model: str | None) -> list[dict[str, str]]:
-    """Return for every installed plugin whether it is usable on this host (and with this model) by itself, or why not."""
+    """Return for every installed plugin whether it is usable on this host (and with this model) by itself, or why not. Options that it needs
+    are no reason, because a run can set them."""
     from miles_core.config.load import load
     from miles_core.errors import PluginError
     from miles_core.plugin.check import check
@@ -163,6 +164,7 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
 
     config = load(["--hf-checkpoint", model] if model else [])
     catalogue, facts = catalogue_for(config), facts_for(config)
+    options = {fact.name for fact in facts.values() if fact.flag}
     rows = []
     for name in catalogue.names:
         row = {"name": name, "version": "", "summary": "", "source": catalogue.sources[name]}
@@ -174,7 +176,8 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
             rows.append({**row, "state": "broken", "why": str(error)})
             continue
         row |= {"version": plugin.version, "summary": plugin.summary}
-        reasons = [f"{p.headline}, because {p.because}" for p in check([name], catalogue, facts).problems]
+        problems = check([name], catalogue, facts).problems
+        reasons = [f"{p.headline}, because {p.because}" for p in problems if {fact for fact, *_ in p.values} - options]
         why = "with --emulate-precision: this machine lacks its tensor cores" if emulated_here(plugin, facts) else ""
         rows.append({**row, "state": "not here" if reasons else "usable", "why": "; ".join(reasons) or why})
     return rows

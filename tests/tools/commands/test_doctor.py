@@ -121,6 +121,8 @@ def test_installed_plugins_have_a_state(capsys):
     assert [r["name"] for r in rows] == discover().names
     assert all(r["state"] in ("usable", "not here", "broken") for r in rows)
     assert all(r["why"] for r in rows if r["state"] != "usable")
+    # they need options, and nothing of the machine
+    assert {"distillation", "offline", "ppo", "tools"} <= {r["name"] for r in rows if r["state"] == "usable"}
     plugins.run(["--json"])  # the two commands agree about what runs here only when it is emulated
     emulated = {r["name"] for r in json.loads(capsys.readouterr().out) if "--emulate-precision" in r["state"]}
     assert emulated == {r["name"] for r in rows if r["why"].startswith("with --emulate-precision")}
