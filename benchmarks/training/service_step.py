@@ -129,45 +129,43 @@ async def time_primitive(checkpoint: str, directory: str) -> float:
     return statistics.median(calls)
 
 
-def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Alternate between both sides."""
+def take_turns(given: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run both sides alternately; returns the reports of each side, and the seconds of a call through the service and in one process."""
     from benchmarks.training.workload import make_workload
     from miles_tools.demo.model import BENCHMARK
 
+    size = replace(BENCHMARK, hidden=given.hidden, layers=given.layers, expert_hidden=given.hidden)
+    workload = make_workload(directory, size=size)
+    checkpoint = str(workload.checkpoint)
+    environment = os.environ | {"MILES_SERVE_TOKEN": "tml-benchmark", "OMP_NUM_THREADS": str(given.threads)}
+    save = f"--save={directory}/serve"
+    command = [sys.executable, "-m", "miles_core", "serve", "--port=0", *run_options(checkpoint), save]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout is not None
+    lines = [server.stdout.readline() for _ in range(3)]
+    url = lines[1].partition("=")[2].strip()
+    steps = (given.turns + given.warm_up) * (given.steps_a_turn + 1)
+    words = [f"--checkpoint={checkpoint}", f"--prompts={workload.prompt_file}", f"--steps={steps}", f"--url={url}"]
+    words += [f"--steps-a-turn={given.steps_a_turn}", f"--server={server.pid}"]
+    module = ["-m", "benchmarks.training.service_step"]
+    workers = [
+        Worker("train", [sys.executable, *module, "--worker=train", *words], given.threads),
+        Worker("service", [given.client_python, *module, "--worker=service", *words], given.threads),
+    ]
+    reports = alternate(workers, given.turns, given.warm_up)
+    call = workers[1].hello["call"]
+    for worker in workers:
+        worker.close()
+    server.send_signal(signal.SIGTERM)
+    server.wait(60)
+    primitive = asyncio.run(time_primitive(checkpoint, f"{directory}/primitive"))
+    return reports, {"service": call, "in_process": primitive}
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Compare the tokens per second of both sides."""
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        size = replace(BENCHMARK, hidden=given.hidden, layers=given.layers, expert_hidden=given.hidden)
-        workload = make_workload(directory, size=size)
-        checkpoint = str(workload.checkpoint)
-        environment = os.environ | {"MILES_SERVE_TOKEN": "tml-benchmark", "OMP_NUM_THREADS": str(given.threads)}
-        command = [
-            sys.executable,
-            "-m",
-            "miles_core",
-            "serve",
-            "--port=0",
-            *run_options(checkpoint),
-            f"--save={name}/serve",
-        ]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(3)]
-        url = lines[1].partition("=")[2].strip()
-        steps = (given.turns + given.warm_up) * (given.steps_a_turn + 1)
-        words = [f"--checkpoint={checkpoint}", f"--prompts={workload.prompt_file}", f"--steps={steps}", f"--url={url}"]
-        words += [f"--steps-a-turn={given.steps_a_turn}", f"--server={server.pid}"]
-        module = ["-m", "benchmarks.training.service_step"]
-        workers = [
-            Worker("train", [sys.executable, *module, "--worker=train", *words], given.threads),
-            Worker("service", [given.client_python, *module, "--worker=service", *words], given.threads),
-        ]
-        reports = alternate(workers, given.turns, given.warm_up)
-        call = workers[1].hello["call"]
-        for worker in workers:
-            worker.close()
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-        primitive = asyncio.run(time_primitive(checkpoint, f"{name}/primitive"))
+        reports, calls = take_turns(given, Path(name))
     speeds = {side: [each["tokens"] / each["seconds"] for each in found] for side, found in reports.items()}
     ratios = [service / train for service, train in zip(speeds["service"], speeds["train"], strict=True)]
     return {
@@ -181,7 +179,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         },
         "ratios": [round(ratio, 3) for ratio in ratios],
         "step": {side: medians(found) | {"range": spread(found)} for side, found in reports.items()},
-        "call_ms": {"service": round(call * 1e3, 2), "in_process": round(primitive * 1e3, 2)},
+        "call_ms": {side: round(seconds * 1e3, 2) for side, seconds in calls.items()},
     }
 
 

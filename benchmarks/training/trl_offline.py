@@ -147,26 +147,10 @@ def train_with_miles(case: str, directory: Path) -> dict[str, Any]:
     }
 
 
-def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
-    """Train with TRL's trainer of the case, recording the loss of each step before it is rounded."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+def make_config(case: str, directory: Path) -> Any:
+    """Make the configuration of TRL's trainer of the case."""
+    from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
-    losses: list[float] = []
-    times = [time.perf_counter()]
-    supervised = case.startswith("sft")
-    owners: dict[str, Any] = {"sft": SFTTrainer, "kto": KTOTrainer, "reward_model": RewardTrainer}
-    owner = owners.get(case.split()[0], DPOTrainer)
-    inner = owner.compute_loss
-
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        found = inner(*args, **kwargs)
-        losses.append((found[0] if isinstance(found, tuple) else found).item())
-        times.append(time.perf_counter())
-        return found
-
-    owner.compute_loss = compute_loss  # not a subclass: datasets pickles the trainer's class
     settings: dict[str, Any] = {
         "output_dir": str(directory / "trl"),
         "per_device_train_batch_size": ROWS,
@@ -188,19 +172,39 @@ def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"},
     }
-    if supervised:
-        config: Any = SFTConfig(**settings, assistant_only_loss=case == "sft messages")
-    elif case == "kto":
-        config = KTOConfig(**settings, beta=BETA)
-    elif case.startswith("reward_model"):
-        config = RewardConfig(**settings, center_rewards_coefficient=CENTER if case == "reward_model margins" else None)
-    else:
-        config = DPOConfig(**settings, beta=BETA, loss_type=["sigmoid" if case == "dpo" else "ipo"])
+    if case.startswith("sft"):
+        return SFTConfig(**settings, assistant_only_loss=case == "sft messages")
+    if case == "kto":
+        return KTOConfig(**settings, beta=BETA)
+    if case.startswith("reward_model"):
+        return RewardConfig(**settings, center_rewards_coefficient=CENTER if case == "reward_model margins" else None)
+    return DPOConfig(**settings, beta=BETA, loss_type=["sigmoid" if case == "dpo" else "ipo"])
+
+
+def train_with_trl(case: str, directory: Path) -> dict[str, Any]:
+    """Train with TRL's trainer of the case, recording the loss of each step before it is rounded."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+
+    losses: list[float] = []
+    times = [time.perf_counter()]
+    owners: dict[str, Any] = {"sft": SFTTrainer, "kto": KTOTrainer, "reward_model": RewardTrainer}
+    owner = owners.get(case.split()[0], DPOTrainer)
+    inner = owner.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        found = inner(*args, **kwargs)
+        losses.append((found[0] if isinstance(found, tuple) else found).item())
+        times.append(time.perf_counter())
+        return found
+
+    owner.compute_loss = compute_loss  # not a subclass: datasets pickles the trainer's class
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     tokenizer.chat_template = TEMPLATE
     rows = Dataset.from_json(str(directory / "rows.jsonl"), cache_dir=str(directory / "cache"))
     model = str(directory / "model")
-    owner(model=model, args=config, train_dataset=rows, processing_class=tokenizer).train()
+    owner(model=model, args=make_config(case, directory), train_dataset=rows, processing_class=tokenizer).train()
     seconds = [after - before for before, after in itertools.pairwise(times[1:])]
     return {"losses": losses, "seconds": seconds, "versions": installed("trl", "transformers")}
 
