@@ -11,7 +11,6 @@ starts in about half a minute. Results are saved after every server. The exit co
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -29,8 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import ROOT, finish, installed, options
-from benchmarks.mismatch.server_causes import COLD, make_checkpoint, other_layer, rounded
-from miles_core.cli.main import main as miles
+from benchmarks.mismatch.server_causes import COLD, call_verify, make_checkpoint, other_layer, rounded
 from miles_fp8.format import Fp8
 from miles_int4.format import Int4
 
@@ -190,23 +188,10 @@ def verify(server: str, python: str, fault: Fault) -> dict[str, Any]:
     Raises:
         RuntimeError: the server did not start, or the command ended with an error.
     """
-    said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", fault.family, fault.sizes)
         with serve(server, python, fault, serve_copy(fault, checkpoint, Path(folder) / "served")) as url:
-            words = ["--hf-checkpoint", str(checkpoint), "--save", f"{folder}/out", "--json", *fault.words]
-            with contextlib.redirect_stdout(said):
-                code = miles(["verify", "--budget", "--url", url, *words])
-    if code not in (0, 1):
-        raise RuntimeError(f"miles verify ended with code {code}; its error is above")
-    (found,) = json.loads(said.getvalue())["policies"]
-    return {
-        "exit code": code,
-        "findings": found["findings"],
-        "gap": found["gap"]["mean_abs"],
-        "causes": {c["name"]: round(c["share"], 4) for c in found["budget"]["causes"] if not c["why"]},
-        "not measured": {c["name"]: c["why"] for c in found["budget"]["causes"] if c["why"]},
-    }
+            return call_verify(url, checkpoint, Path(folder) / "out", fault.words)
 
 
 def main() -> int:

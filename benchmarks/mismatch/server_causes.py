@@ -191,35 +191,43 @@ SOUND = tuple(
 )
 
 
-def verify(cause: PlantedCause, protocol: str, dtype: str = "float32") -> dict[str, Any]:
-    """Run the command on a double; its result, with the processor seconds."""
-    start, said = time.process_time(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        checkpoint = make_checkpoint(Path(folder) / "model", cause.family, cause.sizes)
-        url = stack.enter_context(serve(checkpoint, replace(cause.faults, dtype=dtype), protocol))
-        stack.enter_context(contextlib.redirect_stdout(said))
-        command = [
-            "verify",
-            "--budget",
-            "--url",
-            url,
-            "--hf-checkpoint",
-            str(checkpoint),
-            "--save",
-            f"{folder}/out",
-            "--json",
-            "--dtype",
-            dtype,
-        ]
-        code = miles([*command, *cause.words])
+def call_verify(url: str, checkpoint: Path, directory: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Run ``miles verify --budget`` on a server; return what it found. RuntimeError if the command ended with an error."""
+    said = io.StringIO()
+    command = [
+        "verify",
+        "--budget",
+        "--url",
+        url,
+        "--hf-checkpoint",
+        str(checkpoint),
+        "--save",
+        str(directory),
+        "--json",
+    ]
+    with contextlib.redirect_stdout(said):
+        code = miles([*command, *words])
+    if code not in (0, 1):
+        raise RuntimeError(f"miles verify ended with code {code}; its error is above")
     (found,) = json.loads(said.getvalue())["policies"]
+    causes = found["budget"]["causes"]
     return {
         "exit code": code,
         "findings": found["findings"],
         "gap": found["gap"]["mean_abs"],
-        "causes": {c["name"]: round(c["share"], 4) for c in found["budget"]["causes"] if not c["why"]},
-        "seconds": round(time.process_time() - start, 1),
+        "causes": {c["name"]: round(c["share"], 4) for c in causes if not c["why"]},
+        "not measured": {c["name"]: c["why"] for c in causes if c["why"]},
     }
+
+
+def verify(cause: PlantedCause, protocol: str, dtype: str = "float32") -> dict[str, Any]:
+    """Run the command on a double; its result, with the processor seconds."""
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = make_checkpoint(Path(folder) / "model", cause.family, cause.sizes)
+        with serve(checkpoint, replace(cause.faults, dtype=dtype), protocol) as url:
+            found = call_verify(url, checkpoint, Path(folder) / "out", ["--dtype", dtype, *cause.words])
+    return found | {"seconds": round(time.process_time() - start, 1)}
 
 
 def main() -> int:
