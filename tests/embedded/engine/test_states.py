@@ -86,6 +86,7 @@ def test_a_step_in_static_buffers_agrees_and_can_be_repeated(model):
         cache.prefixes.lengths[prompts],
         [0] * 4,
         [Sampling(1).temperature] * 4,
+        [0] * 4,
     )
     step = StaticStep(runner, batch, 0)
     found = step(Shape(4, draws=False)).clone()
