@@ -6,16 +6,17 @@ its weights and scores; its requests join the batch. A policy is paused and upda
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor, nn
 
 from miles_core.contracts.engine import PauseMode, Request, Response
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, PluginError, SyncError
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.served_model import ServedModel
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.storage import is_constant
 from miles_embedded.model.variants import Variant
 
 
@@ -35,11 +36,26 @@ class SharedBatch(EmbeddedEngine):
 
     def join(self, engine: ServedModel) -> int:
         """Add a policy; returns the index of its variant."""
+        self.check(engine)
         free = (index for index, each in enumerate(self.served) if each is None)
         index = next(free, len(self.served))
         self.served[index : index + 1] = [engine]
         self.update(index)
         return index
+
+    def check(self, engine: ServedModel) -> None:
+        """Check that updates of a policy's model change its parts only.
+
+        Raises:
+            PluginError: they change a weight that all policies share.
+        """
+        own = dict(engine.model.named_parameters())
+        for name, _ in self.model.named_parameters():
+            if not is_constant(own[name]):
+                raise PluginError(
+                    f"{name} of a model that was marked as a variant (mark_variant) is updated, but other policies compute with it, too; "
+                    "mark it as constant, or do not mark the model"
+                )
 
     def leave(self, variant: int) -> None:
         """Remove a policy, whose requests have ended; frees the cache after the last one."""
@@ -98,6 +114,11 @@ class SharedEngine(ServedModel):
         except MilesError as error:
             self.batch.end(self._variant, error=error)
         self.batch.wake_up()
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        if not self.batch.parts.holds(self._variant, self.model):
+            raise SyncError("the shared batch computes with other weights than those that the policy's model received")
+        return await super().weight_checksums(names)
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         self.batch.end(self._variant, keys)

@@ -34,6 +34,10 @@ class VariantParts(ABC):
         """Use the parts of ``model`` for a variant, by copy. Makes room for a new one, which may move the tensors of all of them."""
 
     @abstractmethod
+    def holds(self, variant: int, model: nn.Module) -> bool:
+        """Whether the parts of a variant equal those of ``model``."""
+
+    @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
         """Return the tensors that calls read, whose addresses CUDA graphs contain."""
 

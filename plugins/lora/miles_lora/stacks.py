@@ -46,6 +46,11 @@ class Stack(nn.Module):
             stored[variant, rank:] = 0
         self._scale[variant] = adapter.scale
 
+    def holds(self, variant: int, adapter: Adapter) -> bool:
+        """Whether the stored matrices are those of an adapter."""
+        pairs = ((self._a, adapter.lora_A), (self._b, adapter.lora_B.t()))
+        return all(torch.equal(stored[variant, : adapter.rank], matrix) for stored, matrix in pairs)
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that a call reads."""
         yield from (self._a, self._b, self._scale)
@@ -82,6 +87,9 @@ class Stacks(VariantParts):
             self.capacity = max(variant + 1, 2 * self.capacity)
         for path, adapter in _adapters_of(model).items():
             self._stacks[path].put(variant, adapter, self.capacity)
+
+    def holds(self, variant: int, model: nn.Module) -> bool:
+        return all(self._stacks[path].holds(variant, adapter) for path, adapter in _adapters_of(model).items())
 
     def tensors(self) -> Iterator[Tensor]:
         for stack in self._stacks.values():
