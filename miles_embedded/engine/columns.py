@@ -104,9 +104,7 @@ class RowColumns:
             found = self._log[start : self._steps, :, row.slot]
             row.append_bytes(found[:, 0].astype(np.int32).tobytes(), found[:, 1].tobytes())
 
-    def append(
-        self, tokens: np.ndarray, log_probs: np.ndarray, versions: np.ndarray, rows: Sequence[Row]
-    ) -> list[int]:
+    def append(self, tokens: np.ndarray, log_probs: np.ndarray, versions: np.ndarray, rows: Sequence[Row]) -> list[int]:
         """Append one token to every row.
 
         Args:

@@ -61,7 +61,8 @@ class Prefixes:
         names = set().union(*wanted.values())
         for chunk in chunks([len(k.tokens) for k in fresh]):
             keys = [fresh[i] for i in chunk]
-            sequences, media, variants = ([k[i] for k in keys] for i in range(3))
+            sequences, media = [k.tokens for k in keys], [k.media for k in keys]
+            variants = [k.variant for k in keys]
             slots = self.runner.cache.add_prefixes([len(s) for s in sequences])
             if any(media):
                 hidden, recorded, offsets = self.runner.fill_media(sequences, media, slots, names, variants)

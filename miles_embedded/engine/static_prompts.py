@@ -93,8 +93,8 @@ class PromptBatch:
         shape: PromptShape,
         variants: Sequence[int],
     ) -> None:
-        """Write prompts with their cache slots and variants; the tokens of the padding are stored in slot ``free``, in as many columns as the longest prompt
-        needs."""
+        """Write prompts with their cache slots and variants; the tokens of the padding are stored in slot ``free``, in as many columns as
+        the longest prompt needs."""
         lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
         count = int(lengths.sum())
         integers = np.zeros((5, shape.tokens), np.int64)

@@ -77,7 +77,9 @@ def describe(facts: Facts, model: Mapping[str, Any]) -> list[str]:
         if len(group) > 1:
             notes.append(f"lora: one engine decodes the policies {', '.join(group)} in one batch")
         else:
-            notes.append(f"lora: the policy {group[0]} decodes in an engine of its own: {_differ(facts, group[0], largest[0])}")
+            notes.append(
+                f"lora: the policy {group[0]} decodes in an engine of its own: {_differ(facts, group[0], largest[0])}"
+            )
     return notes
 
 

@@ -130,7 +130,7 @@ def test_a_stack_adds_the_adapter_of_each_token(monkeypatch):
     ctx.attached[VARIANTS] = TokenVariants(index, 4, only=1)
     assert torch.equal(stack(x), adapters[1](x))
     ctx.attached[VARIANTS] = TokenVariants(index, 4)
-    with pytest.raises(MilesError, match="layer computes 5 rows for 7 tokens.*--lora-separate-engines"):
+    with pytest.raises(MilesError, match=r"layer computes 5 rows for 7 tokens.*--lora-separate-engines"):
         stack(x[:, :5])
     assert all(stack.holds(variant, each) for variant, each in enumerate(adapters))
     adapters[2].lora_B.data[0, 0] += 1
@@ -147,7 +147,10 @@ TWO = {"solver": {}, "judge": {}}
         ({"policies": POLICIES}, "one engine decodes the policies solver, judge, base in one batch"),
         ({"lora_separate_engines": True}, "decode in an engine each: --lora-separate-engines"),
         ({"lora_sync": "merged"}, "decode in an engine each: with --lora-sync merged"),
-        ({"plugins": ["lora", remote.__file__], "runtime": "remote"}, "--runtime remote starts engines in different processes"),
+        (
+            {"plugins": ["lora", remote.__file__], "runtime": "remote"},
+            "--runtime remote starts engines in different processes",
+        ),
         ({"colocate": True}, "with --colocate each engine sleeps"),
         ({"plugins": ["lora", "true_on_policy"]}, "add in another order than those of the trainer"),
         ({"lora_target_modules": "all-linear,all-experts"}, "adapters of joined experts are added to the weights"),

@@ -173,7 +173,8 @@ def test_a_policy_is_updated_while_another_continues(checkpoint, mode, static):
     versions = {tuple(v for _, v in r.weight_versions) for r in mine}
     assert versions == ({(0,)} if mode == "abort" else {(0, 1)})
     whole = generate((alone(checkpoint, 2.0), asked))
-    for part, full in zip(mine, whole, strict=True):  # the tokens of the first version are those of an engine of its own
+    # the tokens of the first version are those of an engine of its own
+    for part, full in zip(mine, whole, strict=True):
         end = len(part.tokens) if mode == "abort" else part.weight_versions[1][0]
         assert part.tokens[:end] == full.tokens[:end]
 
@@ -265,5 +266,5 @@ def test_a_variant_whose_shared_weights_are_updated_is_refused(checkpoint):
     batch = make_batch(checkpoint)
     model = load_model(checkpoint)
     model.get_submodule(PATH).register_parameter("shift", nn.Parameter(shift_of(model, 1.0)))
-    with pytest.raises(PluginError, match="embed_tokens.weight .* is updated"):
+    with pytest.raises(PluginError, match=r"embed_tokens\.weight .* is updated"):
         asyncio.run(SharedEngine(model, settings(), batch).start())
