@@ -89,7 +89,7 @@ class Lora:
         separate, trains = options.sync == "adapter", role in ("train", "shared") and _has_adapters(policy)
         if trains and not separate:
             mark_constant(model.parameters())
-        together = role == "rollout" and shares_engine(run, policy, checkpoint_entries(model))
+        together = role == "rollout" and shares_engine(run, policy, model)
         if not (trains or together or (separate and role == "rollout" and _has_adapters(policy))):
             return
         format = codec_of(run, policy, role).format
@@ -205,12 +205,6 @@ class Lora:
 def _has_adapters(policy: Policy) -> bool:
     """Whether the models of a policy have adapters: it trains them, or loads those of a policy that does."""
     return policy.learns or bool(policy.follows)
-
-
-def checkpoint_entries(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of the ``config.json`` of a model."""
-    config: Any = model.config
-    return dict(config.to_dict())
 
 
 def _seed_of(run: Run, policy: Policy, options: LoraOptions) -> str:

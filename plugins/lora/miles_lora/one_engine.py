@@ -9,6 +9,8 @@ from miles_core.plugin import STATE_KINDS, Facts, Policy, Run, layer_kinds
 
 #: Reads a fact of one policy.
 Value = Callable[[str], Any]
+#: Names that linear layers and joined experts have.
+_BARE = {"gate_up_proj", "down_proj"}
 #: Facts that policies in one batch have in common, and their options.
 ALIKE = {
     "model.hf_checkpoint": "--hf-checkpoint",
@@ -35,7 +37,7 @@ def why_separate(value: Value, model: Mapping[str, Any]) -> str:
         (value("colocate"), "with --colocate each engine sleeps and wakes separately"),
         (value("plugin.speculative"), "its drafts are made for one set of weights"),
         (value("plugin.true_on_policy"), "products of several adapters add in another order than those of the trainer"),
-        ("expert" in str(value("lora.target_modules")), "adapters of joined experts are added to the weights"),
+        (_names_experts(value), "adapters of joined experts are added to the weights"),
         (bool(STATE_KINDS & {*layer_kinds(model)}), "layers with a state pad the tokens of prompts"),
     )
     return next((reason for holds, reason in reasons if holds), "")
@@ -52,10 +54,25 @@ def value_of(run: Run, policy: Policy) -> Value:
     return lambda name: own.value(name, run.plan.fact(name))
 
 
-def shares_engine(run: Run, policy: Policy, model: Mapping[str, Any]) -> bool:
-    """Whether the embedded engine of a policy is that of others, too: they exist, and nothing prevents it."""
+def _names_experts(value: Value) -> bool:
+    """Whether the targets of a policy include joined experts, as far as their names show it: of a mixture of experts, a bare name may be
+    that of a linear layer and of experts."""
+    names = str(value("lora.target_modules")).split(",")
+    return any("expert" in name for name in names) or bool(value("model.moe") and _BARE & {*names})
+
+
+def shares_engine(run: Run, policy: Policy, model: Any) -> bool:
+    """Whether the embedded engine of a policy is that of others, too: they exist, and nothing prevents it.
+
+    Args:
+        model: an engine's model of the policy.
+    """
+    from miles_lora.targets import find_targets
+
     value = value_of(run, policy)
-    if value("engine") != "embedded" or why_separate(value, model):
+    if value("engine") != "embedded" or why_separate(value, model.config.to_dict()):
+        return False
+    if any(target.is_joined for target in find_targets(model, run.config_of(policy).plugin("lora").target_modules)):
         return False
     key = batch_key(value)
     return sum(bool(each.generates) and batch_key(value_of(run, each)) == key for each in run.policies) > 1

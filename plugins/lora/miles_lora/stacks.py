@@ -97,6 +97,7 @@ class Stacks(VariantParts):
 
 
 def _adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters of linear layers, by the name of the layer."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
-    return {name.removesuffix(f".{CHILD}"): module for name, module in found}
+    """Return the adapters of linear layers, which are all that a variant may have, by the name of the layer."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+    assert not any(adapter.experts for adapter in found.values())
+    return {name.removesuffix(f".{CHILD}"): adapter for name, adapter in found.items()}

@@ -11,7 +11,7 @@ from miles_core.plugin import MilesError
 from miles_embedded import VARIANTS, TokenVariants
 from miles_embedded.engine.decoder import AsyncSteps
 from miles_embedded.engine.shared import SharedBatch, SharedEngine
-from miles_lora import LoraOptions, stacks
+from miles_lora import LoraOptions, one_engine, stacks
 from miles_lora.adapter import Adapter
 from miles_lora.one_engine import why_separate
 from miles_lora.stacks import Stack
@@ -154,6 +154,7 @@ TWO = {"solver": {}, "judge": {}}
         ({"colocate": True}, "with --colocate each engine sleeps"),
         ({"plugins": ["lora", "true_on_policy"]}, "add in another order than those of the trainer"),
         ({"lora_target_modules": "all-linear,all-experts"}, "adapters of joined experts are added to the weights"),
+        ({"lora_target_modules": "down_proj"}, "adapters of joined experts are added to the weights"),
         (
             {"policies": {**TWO, "other": {"lora": {"target_modules": ["q_proj"]}}}},
             "the policy other decodes in an engine of its own: its --lora-target-modules is not that of solver",
@@ -175,6 +176,13 @@ def test_layers_with_a_state_need_an_engine_each():
 def test_the_plan_says_nothing_about_one_engine(options):
     found = plan(plugins=["lora"], lora_sync="adapter", **options)
     assert not any("engine of its own" in line or "one engine" in line for line in found.reviews)
+
+
+def test_policies_with_adapters_of_experts_have_an_engine_each(train, monkeypatch):
+    """Also if their names do not show what they are."""
+    monkeypatch.setattr(one_engine, "_names_experts", lambda value: False)
+    done = train(["lora"], lora_target_modules="down_proj,q_proj", steps=1)
+    assert not any(isinstance(part.engine, SharedEngine) for part in done.parts)
 
 
 def test_policies_with_other_targets_have_an_engine_each(train):
