@@ -156,10 +156,8 @@ class EmbeddedEngine(ServedModel, StepEngine):
         self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None
     ) -> ForwardResult:
         offsets = [row.offset for row in rows] if self.runner.moves_positions else None
-        slots = slots_of(rows)
-        return self.runner.forward(
-            slots, tokens, self.recorded_fields(), parents, offsets, self.columns.variants[slots]
-        )
+        slots, names = slots_of(rows), self.recorded_fields()
+        return self.runner.forward(slots, tokens, names, parents, offsets, self.columns.variants[slots])
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
@@ -249,19 +247,29 @@ class EmbeddedEngine(ServedModel, StepEngine):
             if emitted is not None:
                 self._finish(self.scheduler.accept(rows, emitted, self._versions()))
         except NonFiniteError as error:
-            raise self._locate(error) from error
+            self._fail_nonfinite(error)
 
-    def _locate(self, error: NonFiniteError) -> NonFiniteError:
-        """Return the error with the first module that computes a value that is not finite, and the version of its weights."""
-        where, version = "no single module", int(self._versions().max())
-        for index, each in enumerate(self.served):
-            tokens = [row.tokens for row in (*self.rows, *self._joining) if row.variant == index]
-            if each is not None and tokens and (found := each.find_nonfinite(tokens)):
-                where, version = found, each.version
-                break
-        return NonFiniteError(
-            f"engine, weight version {version}: {where} found by scoring its rows again, because {error}"
-        )
+    def _fail_nonfinite(self, error: NonFiniteError) -> None:
+        """Fail the requests of variants that compute values which are not finite, and compute the rows of the others again.
+
+        Raises:
+            NonFiniteError: there is one variant only, or none computes such values when it scores its rows.
+        """
+        outside = [row for row in self._joining if row.slot < 0]
+        rows, found = [*self.rows, *outside], dict[int, NonFiniteError]()
+        for index in {row.variant for row in rows}:
+            each = self.served[index]
+            where = "" if each is None else each.find_nonfinite([row.tokens for row in rows if row.variant == index])
+            if where or len(self.served) == 1:
+                of = f"engine, weight version {self._versions()[index]}: {where or 'no single module'}"
+                found[index] = NonFiniteError(f"{of} found by scoring its rows again, because {error}")
+        if len(self.served) == 1 or not found:
+            raise next(iter(found.values()), error) from error
+        self.scheduler.waiting.extendleft(reversed(outside))
+        self._joining = []
+        self._retract(list(self.rows))
+        for index, own in found.items():
+            self.end(index, error=own)
 
     def _admit(self, held: Collection[int]) -> None:
         waiting, left = self.scheduler.waiting, []

@@ -50,8 +50,15 @@ def batch_key(value: Value) -> str:
 
 def value_of(run: Run, policy: Policy) -> Value:
     """Return the facts of a policy of a run."""
-    own = Facts(run.config_of(policy).facts())
-    return lambda name: own.value(name, run.plan.fact(name))
+    config = run.config_of(policy)
+    groups = {"model": config.model, "rollout": config.rollout, "lora": config.plugin("lora")}
+
+    def value(name: str) -> Any:
+        group, _, option = name.rpartition(".")
+        found = getattr(groups.get(group), option, None) if hasattr(groups.get(group), option) else run.plan.fact(name)
+        return ",".join(found) if isinstance(found, tuple) else found
+
+    return value
 
 
 def _names_experts(value: Value) -> bool:
@@ -71,6 +78,8 @@ def shares_engine(run: Run, policy: Policy, model: Any) -> bool:
 
     value = value_of(run, policy)
     if value("engine") != "embedded" or why_separate(value, model.config.to_dict()):
+        return False
+    if run.hooks.find_provided("decoder")[0] != "plain":  # such as a plugin's that the plan does not know
         return False
     if any(target.is_joined for target in find_targets(model, run.config_of(policy).plugin("lora").target_modules)):
         return False

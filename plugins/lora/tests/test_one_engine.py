@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -183,6 +186,15 @@ def test_policies_with_adapters_of_experts_have_an_engine_each(train, monkeypatc
     monkeypatch.setattr(one_engine, "_names_experts", lambda value: False)
     done = train(["lora"], lora_target_modules="down_proj,q_proj", steps=1)
     assert not any(isinstance(part.engine, SharedEngine) for part in done.parts)
+
+
+def test_policies_with_a_decoder_of_a_plugin_have_an_engine_each(train):
+    """Also if it is a plugin that the plan does not know."""
+    done = train(["lora"], steps=1)
+    run, part = copy(done.run), done.parts[0]
+    assert one_engine.shares_engine(run, part.policy, part.engine.model)
+    run.hooks = SimpleNamespace(find_provided=lambda kind: ["drafts", "plain"])
+    assert not one_engine.shares_engine(run, part.policy, part.engine.model)
 
 
 def test_policies_with_other_targets_have_an_engine_each(train):

@@ -245,12 +245,25 @@ def test_a_failed_update_fails_the_requests_of_its_policy_only(checkpoint):
     assert_same(its, generate((alone(checkpoint, -2.0), asked)))
 
 
-def test_a_value_that_is_not_finite_is_found_in_the_policy_that_has_it(checkpoint):
-    batch = make_batch(checkpoint)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_values_that_are_not_finite_fail_the_requests_of_their_policy_only(checkpoint, static, temperature):
+    batch = make_batch(checkpoint, static)
     one, two = join(batch, checkpoint, 2.0, -2.0)
-    asyncio.run(update(two, float("nan"), 7))
-    with pytest.raises(NonFiniteError, match=r"weight version 7: the output of model\.layers\.0\.mlp "):
-        generate((one, requests()[:1]), (two, requests()[:1]))
+    asked = requests(temperature)
+
+    async def main():
+        mine = asyncio.gather(*(one.generate(r) for r in asked))
+        while not batch.rows or len(batch.rows[0].response) < 6:
+            await asyncio.sleep(0)
+        await two.pause()
+        await update(two, float("nan"), 7)
+        await two.resume()
+        with pytest.raises(NonFiniteError, match=r"weight version 7: the output of model\.layers\.0\.mlp "):
+            await two.generate(asked[0])
+        return await mine
+
+    assert_same(asyncio.run(main()), generate((alone(checkpoint, 2.0), asked)))
 
 
 def test_a_batch_with_other_parts_than_the_policy_is_found(checkpoint):
