@@ -216,10 +216,10 @@ class EmbeddedEngine(ServedModel, StepEngine):
                 raise
 
     def _has_work(self) -> bool:
-        held = self._held()
+        held = self._find_held()
         return any(row.variant not in held for row in chain(self.rows, self.scheduler.waiting))
 
-    def _held(self) -> set[int]:
+    def _find_held(self) -> set[int]:
         """Return the variants whose requests wait."""
         return {index for index, each in enumerate(self.served) if each is None or each.paused}
 
@@ -236,7 +236,7 @@ class EmbeddedEngine(ServedModel, StepEngine):
     @torch.no_grad()
     def _step(self) -> None:
         self._weights.check()
-        held = self._held()
+        held = self._find_held()
         gone, self._abandoned = self._abandoned, []
         self._leave([row for row in gone if row.slot >= 0])
         try:
