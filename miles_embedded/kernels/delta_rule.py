@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.blocks import cdiv, next_power_of_2
-from miles_embedded.model.states import StoredStates
 
 #: Columns of S of a program.
 _COLUMNS = 32
@@ -51,7 +50,15 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 def advance_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: StoredStates, normalize: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    before: Tensor,
+    after: Tensor,
+    normalize: bool,
 ) -> Tensor:
     """Advance each sequence's state by one token.
 
@@ -59,7 +66,8 @@ def advance_delta_rule(
         query, key: [sequences, 1, key heads, key dim].
         value: [sequences, 1, heads, value dim]; consecutive heads share a key head.
         decay, beta: [sequences, 1, heads]; ``decay`` is g, the logarithm of the factor.
-        states: of [heads, key dim, value dim] each. Those after the token are stored.
+        states: [states, heads, key dim, value dim], contiguous.
+        before, after: [sequences] where the states in front of the token are, and where those after it are stored.
         normalize: divide query and key by their length.
 
     Returns:
@@ -73,7 +81,7 @@ def advance_delta_rule(
         grid = (rows * heads, cdiv(width, _COLUMNS))
         strides = (x.stride(0) for x in (query, key, value))
         _advance[grid](
-            *(query, key, value, decay.contiguous(), beta.contiguous(), out, states.slab, states.before, states.after),
+            *(query, key, value, decay.contiguous(), beta.contiguous(), out, states, before, after),
             *(dim**-0.5, heads, heads // key.shape[2], *strides),
             *(dim, width, next_power_of_2(dim), min(_COLUMNS, next_power_of_2(width)), normalize),
         )

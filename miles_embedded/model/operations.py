@@ -125,7 +125,7 @@ class Operations:
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
             for routers with this choice; None keeps Transformers' code. Its last parameter may be ``given``, [rows, k] integers or None: then
             the weights are those of the given experts, and the index is that of the k largest entries all the same.
-        delta_rule: (query, key, value, decay, beta, stored states, normalize) -> the outputs of one token of each sequence of a gated delta
+        delta_rule: (query, key, value, decay, beta, states, before, after, normalize) -> the outputs of one token of each sequence of a gated delta
             net, with the arguments of ``kernels.delta_rule.advance_delta_rule``; None keeps Transformers' code.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the

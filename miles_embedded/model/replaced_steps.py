@@ -32,7 +32,7 @@ Norm = Callable[..., Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Gate = Callable[..., Tensor]
 Route = Callable[..., tuple[Tensor, Tensor]]
-DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, StoredStates, bool], Tensor]
+DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def replace_norm(module: Any, norm: Norm | None) -> bool:
@@ -103,7 +103,8 @@ def replace_delta_rule(module: Any, advance: DeltaRule | None) -> bool:
         if not isinstance(states, StoredStates):
             found: tuple[Tensor, Any] = original(query, key, value, g=g, beta=beta, **kwargs)
             return found
-        return advance(query, key, value, g, beta, states, kwargs.get("use_qk_l2norm_in_kernel", False)), states
+        normalize = kwargs.get("use_qk_l2norm_in_kernel", False)
+        return advance(query, key, value, g, beta, states.slab, states.before, states.after, normalize), states
 
     module.__dict__[STORING] = _rebind_global(type(module).forward, _DELTA_RULE, step)
     return True
@@ -285,7 +286,7 @@ def _same_delta_rule(original: Any, advance: DeltaRule, dtype: torch.dtype, devi
             expected, state = original(query, key, value, g=g, beta=beta, **given)
         except (TypeError, RuntimeError):
             return False
-        found = advance(query, key, value, g, beta, StoredStates(slab, before, after), True)
+        found = advance(query, key, value, g, beta, slab, before, after, True)
     return _same(expected, found) and _same(state, slab[after])
 
 

@@ -95,14 +95,14 @@ def test_a_step_in_static_buffers_agrees_and_can_be_repeated(model):
     torch.testing.assert_close(found, feed(runner, rows, (30, 31, 32, 33))[0], atol=2e-5, rtol=1e-4)
 
 
-def advance_with_torch(query, key, value, decay, beta, states, normalize):
+def advance_with_torch(query, key, value, decay, beta, states, before, after, normalize):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-    given = {"initial_state": states.slab[states.before], "output_final_state": True}
+    given = {"initial_state": states[before], "output_final_state": True}
     out, state = torch_recurrent_gated_delta_rule(
         query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=normalize, **given
     )
-    states.slab[states.after] = state
+    states[after] = state
     return out
 
 

@@ -9,7 +9,6 @@ from torch.nn.functional import silu
 from miles_embedded.engine.sampling import Params, sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.model.grouped_experts import sort_choices
-from miles_embedded.model.states import StoredStates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter's bfloat16 is not that of a GPU.
@@ -294,14 +293,9 @@ def test_delta_rule(triton, key_heads, heads, dim, width, dtype):
     expected = torch.einsum("rhkv,rhk->rhv", state, q)[:, None] * dim**-0.5
 
     untouched = slab[[0, 3, 4, 5, 6]].clone()
-    found = advance_delta_rule(query, key, value, decay, beta, StoredStates(slab, before, after), True)
+    found = advance_delta_rule(query, key, value, decay, beta, slab, before, after, True)
     close(found, expected.to(dtype), dtype)
     close(slab[after], state.float(), torch.float32)
     assert torch.equal(slab[[0, 3, 4, 5, 6]], untouched)
-    none = StoredStates(slab, before[:0], after[:0])
-    assert advance_delta_rule(query[:0], key[:0], value[:0], decay[:0], beta[:0], none, True).shape == (
-        0,
-        1,
-        heads,
-        width,
-    )
+    none = [x[:0] for x in (query, key, value, decay, beta)]
+    assert advance_delta_rule(*none, slab, before[:0], after[:0], True).shape == (0, 1, heads, width)
