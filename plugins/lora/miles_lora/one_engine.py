@@ -90,14 +90,16 @@ def shares_engine(run: Run, policy: Policy, model: Any) -> bool:
 def describe(facts: Facts, model: Mapping[str, Any]) -> list[str]:
     """Return the plan's notes about the engines of several policies."""
     names = [name for name in facts.policies if _generates(facts, name)]
-    if facts.value("engine") != "embedded" or len(names) < 2:
+    later = ["those that coevolution adds"] if facts.value("plugin.coevolution") else []
+    if facts.value("engine") != "embedded" or len(names + later) < 2:
         return []
     if reason := why_separate(facts.value, model):
-        return [f"lora: the policies {', '.join(names)} decode in an engine each: {reason}"]
+        return [f"lora: the policies {', '.join(names + later)} decode in an engine each: {reason}"]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(batch_key(facts.scope(name).value), []).append(name)
     largest = max(groups.values(), key=len)
+    largest += later
     notes = []
     for group in groups.values():
         if len(group) > 1:

@@ -169,6 +169,13 @@ def test_the_plan_says_which_engine_decodes(options, note):
     assert any(note in line for line in found.reviews), found.reviews
 
 
+def test_the_plan_knows_that_more_policies_are_added():
+    nim = {"generate": "nim", "prompts": "nim", "rm_type": "game", "custom_rm_path": None, "prompt_data": "1-6"}
+    found = plan(plugins=["coevolution", "lora"], lora_sync="adapter", **nim)
+    note = "one engine decodes the policies policy, those that coevolution adds in one batch"
+    assert any(note in line for line in found.reviews), found.reviews
+
+
 def test_layers_with_a_state_need_an_engine_each():
     facts = {"lora.sync": "adapter", "runtime": "inline", "lora.target_modules": "all-linear"}
     assert why_separate(facts.get, {"layer_types": ["full_attention"]}) == ""
