@@ -23,7 +23,7 @@ import numpy as np
 
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
-from miles_sglang.link import SglangError
+from miles_workers.servers import ServerError
 
 #: Key of a message of the transport: name of the adapter. The other keys are ``config`` (peft's configuration; None for a policy that
 #: computes with the base alone) and ``tensors`` (a safetensors file as bytes).
@@ -69,7 +69,7 @@ class ServedAdapter:
         """Unload the adapter from a server that outlives this engine."""
         name, self._name = self._name, ""
         if name:
-            with suppress(SglangError, TimeoutError):  # the server has ended, or does not answer
+            with suppress(ServerError, TimeoutError):  # the server has ended, or does not answer
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await self._call("unload_lora_adapter", {"lora_name": name})
 

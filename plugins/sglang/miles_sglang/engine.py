@@ -22,11 +22,12 @@ from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
 from miles_sglang.inflight import Call
-from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
+from miles_sglang.link import Link
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
-from miles_workers import Renewal
+from miles_workers import EngineLost, Renewal
+from miles_workers.servers import ServerError, ServerLeft
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
@@ -124,11 +125,11 @@ class SglangEngine(Engine):
         times, call.sent = self._renewal.times, True
         try:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
-        except SglangLost as lost:
+        except EngineLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
             return None
-        except SglangError as error:
+        except ServerError as error:
             call.sent = call.sent and not isinstance(error, ServerLeft)
             if call.aborted or not call.sent:
                 return None
@@ -333,7 +334,7 @@ class SglangEngine(Engine):
             if self._dead:
                 await self._start_again()
             yield
-        except SglangLost as lost:
+        except EngineLost as lost:
             self._dead = True
             if self._renewal.here:
                 raise

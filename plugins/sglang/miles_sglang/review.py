@@ -17,7 +17,7 @@ from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
-from miles_sglang.server_list import ServerList
+from miles_workers.servers import ServerList
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -169,7 +169,7 @@ def _address(facts: Facts) -> Iterator[Problem]:
     if not (listed := facts.value("sglang.url")):
         return
     try:
-        ServerList(str(listed).split(",")).read()
+        ServerList("--sglang-url", str(listed).split(",")).read()
     except ConfigError as error:
         needs = "addresses like http://host:30000, or a file of them"
         yield Problem("sglang", needs, str(error), (describe_fact(facts.lookup("sglang.url")),))

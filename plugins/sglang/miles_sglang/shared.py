@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_sglang.answers import Answer
-from miles_sglang.link import Link, PoolNews, SglangError, SglangLost
+from miles_sglang.link import Link, SglangError, SglangLost
+from miles_workers.servers import PoolNews
 
 #: Calls that would stop the requests of all engines. The engine holds or aborts its own requests before it makes them, and SGLang keeps
 #: cached prefixes apart by adapter.
