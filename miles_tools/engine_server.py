@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from miles_core.chat import call_in_thread
 from miles_core.redact import redact
+from miles_core.rollout.user_code import call_in_thread
 from miles_tools.http_client import MAX_BYTES, HttpError, exchange
 from miles_workers.servers import NotReachable, Server, ServerError
 

@@ -83,7 +83,8 @@ class PoolLink(Link):
         self._pool.begin_update()
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        pool, ask, answer = self._pool, _asker(endpoint, body, payload), None
+        pool, ask = self._pool, _asker(endpoint, body, payload)
+        answer: Any = None
         if endpoint == "abort_request":
             answer = await pool.abort(body["rid"])
         elif endpoint in _UPDATES:
