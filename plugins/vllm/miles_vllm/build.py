@@ -9,12 +9,17 @@ from typing import Any
 
 from miles_core.plugin import model_facts
 from miles_formats import Codec, make_codec
-from miles_formats.convert import layout
+from miles_formats.convert import Layout, layout
 from miles_vllm import plugin, receiver
 from miles_vllm.config import read_args
 from miles_vllm.engine import Settings, VllmEngine
+from miles_vllm.link import Link
+from miles_vllm.pool import MESSAGE_BYTES, PoolLink
+from miles_vllm.process import Launch, ProcessLink
 from miles_vllm.requests import Translator
+from miles_vllm.server import FLAG, SAME
 from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers.servers import SameModel, report_news
 
 #: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
 BESIDE, ALTERNATING = 0.4, 0.8
@@ -37,6 +42,7 @@ class Choices:
         arguments: further arguments of ``AsyncEngineArgs``.
         device: ``cuda`` or ``cpu``.
         max_context: maximum tokens of prompt and response; 0 means the model's limit.
+        url: addresses of running servers, or a file of them; then this run does not start vLLM.
         routed_dtype: dtype of the routed experts column.
         name: name of vLLM's process.
     """
@@ -50,6 +56,8 @@ class Choices:
     kv_cache_dtype: str = "auto"
     routed_dtype: str = "int32"
     name: str = "vllm"
+    url: tuple[str, ...] = ()
+    weights_dir: Path | None = None
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
     max_restarts: int = 0
@@ -76,12 +84,16 @@ def make_engine(run: Any, policy: Any) -> VllmEngine:
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
         name="-".join(filter(None, (worker_name(), policy.name, "vllm"))),
+        url=options.url or (),
+        weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
         allow_mismatch=config.run.allow_mismatch,
     )
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, Path(run.directory), choices)
+    engine = assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, Path(run.directory), choices)
+    report_news(run, plugin.name, engine.link.news)
+    return engine
 
 
 def assemble(
@@ -98,31 +110,37 @@ def assemble(
     """
     config = language_config(checkpoint)
     context = choices.max_context or int(config["max_position_embeddings"])
-    described, model = layout(checkpoint, codec), {"model": str(checkpoint)}
-    if not described.stored:  # the checkpoint is quantised, and the first sync sends the dequantised weights
-        described.write(directory / "vllm-model")
-        model = {"model": str(directory / "vllm-model"), "load_format": "dummy"}
+    described = layout(checkpoint, codec)
+    expected = [list(described.names), bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")]
     routing = _routing(config, choices)
+    link: Link
+    if choices.url:
+        model = SameModel(Path(checkpoint), config, FLAG, "vLLM", SAME)
+        link = PoolLink(choices.url, choices.startup_timeout, model, expected, choices.max_context, choices.weights_dir)
+    else:
+        arguments = _defaults(choices, context) | _model(checkpoint, described, directory) | dict(choices.arguments)
+        link = ProcessLink(Launch(arguments, _ENVIRONMENT, expected, directory, choices.name, choices.startup_timeout))
     settings = Settings(
         Translator(detokenize, context, routing),
-        _defaults(choices, context) | model | dict(choices.arguments),
-        _ENVIRONMENT,
-        described.names,
-        bool(config.get("tie_word_embeddings")),
-        config.get("num_hidden_layers"),
         {f.name: f.value for f in model_facts(str(checkpoint))},
         _capabilities(choices, routing),
-        directory,
-        choices.name,
-        choices.startup_timeout,
-        choices.bucket_bytes,
-        choices.device,
-        choices.allow_mismatch,
-        Restarts(choices.max_restarts),
+        has_weights=described.stored,
+        bucket_bytes=min(choices.bucket_bytes, MESSAGE_BYTES) if choices.url else choices.bucket_bytes,
+        sends_in="message" if choices.url else choices.device,
+        allow_mismatch=choices.allow_mismatch,
+        restarts=Restarts(choices.max_restarts),
     )
-    engine = VllmEngine(settings)
+    engine = VllmEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _model(checkpoint: str | Path, described: Layout, directory: Path) -> dict[str, Any]:
+    """Return the model arguments. If the checkpoint is quantised, the first sync sends the dequantised weights."""
+    if described.stored:
+        return {"model": str(checkpoint)}
+    described.write(directory / "vllm-model")
+    return {"model": str(directory / "vllm-model"), "load_format": "dummy"}
 
 
 def _arguments(config: Any, options: Any) -> dict[str, Any]:
@@ -164,6 +182,7 @@ def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
     """Return the capabilities of the manifest whose conditions hold for these choices."""
     holds = {
         "sleep": bool(choices.arguments.get("enable_sleep_mode")),
+        "transport:buckets": not choices.url,
         "routed_experts": routing is not None,
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))

@@ -42,6 +42,19 @@ REFUSED = {
 class VllmConfig:
     """vLLM as the rollout engine."""
 
+    url: tuple[str, ...] | None = option(
+        None,
+        flag="--vllm-url",
+        help="use the vLLM servers running at these addresses instead of starting one; or a file with one address per line, which may change "
+        "during the run",
+        metavar="URL,URL|@FILE",
+    )
+    weights_dir: str | None = option(
+        None,
+        flag="--vllm-weights-dir",
+        help="directory for weights as files, which the servers of --vllm-url must be able to read; without it they receive weights over HTTP",
+        metavar="DIR",
+    )
     tensor_parallel_size: int | None = option(
         None,
         flag="--vllm-tensor-parallel-size",

@@ -78,7 +78,7 @@ class Host:
         """Generate one response, or score the tokens if the parameters ask for ``prompt_logprobs``.
 
         Returns:
-            ``tokens``, ``log_probs``, ``finish``, ``matched`` (the stop string), ``cached_tokens``; ``routes`` if vLLM recorded them;
+            ``tokens``, ``log_probs``, ``finish``, ``cached_tokens``; ``routes`` if vLLM recorded them;
             ``prompt_log_probs`` if they were requested.
         """
         from vllm import SamplingParams, TokensPrompt
@@ -96,7 +96,6 @@ class Host:
             "tokens": np.array(made.token_ids, np.int32),
             "log_probs": _first_of_each(made.logprobs),
             "finish": made.finish_reason or "abort",
-            "matched": made.stop_reason if isinstance(made.stop_reason, str) else None,
             "cached_tokens": result.num_cached_tokens or 0,
             "routes": made.routed_experts,
             # the first token has none

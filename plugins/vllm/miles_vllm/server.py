@@ -1,0 +1,225 @@
+"""Connects to a running vLLM server, which runs this plugin's ``receiver`` in its workers.
+
+Requests use vLLM's route for token ids, ``/inference/v1/generate``. The other calls use the routes that vLLM has with
+``VLLM_SERVER_DEV_MODE=1``, among them ``/collective_rpc``, which calls the methods of ``receiver.WeightReceiver``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_core.plugin import SyncError
+from miles_tools.engine_server import ANSWER_SECONDS, EngineServer
+from miles_vllm import receiver
+from miles_workers.servers import ServerError
+
+log = logging.getLogger(__name__)
+
+#: The option with the addresses of servers, and the environment variable with their key, which vLLM's server reads, too.
+FLAG, KEY = "--vllm-url", "VLLM_API_KEY"
+#: Route of requests, and what vLLM puts before the ids of such requests.
+_GENERATE, _PREFIX = "inference/v1/generate", "generate-tokens-"
+#: Entries of a description that must have these values -> what to do.
+_NEEDED: dict[str, tuple[Any, str]] = {
+    "logprobs_mode": ("processed_logprobs", "its log-probs would not be those of the sampled distribution"),
+    "quantization": (None, "weights arrive in BF16; serve an unquantised checkpoint (miles convert --to bf16)"),
+    "speculative": (False, "drafts would keep the weights of the start"),
+    "data_parallel_size": (1, "each copy would need the weight updates; start several servers instead"),
+    "pipeline_parallel_size": (1, "a stage has only some of the parameters that updates contain"),
+}
+#: Entries that must be the same on all servers.
+SAME = ("version", "architectures", "dtype", "kv_cache_dtype", "max_model_len")
+
+
+class CorruptWeights(ServerError, SyncError):
+    """A server received weights that differ from those sent, or not all of them."""
+
+
+def command(checkpoint: object) -> str:
+    """Return the command that starts a server for a run."""
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {checkpoint} --enable-scale-out --logprobs-mode processed_logprobs "
+        f"--worker-extension-cls {receiver.NAME}"
+    )
+
+
+class ServerLink(EngineServer):
+    """Connection to a server.
+
+    Args:
+        url, startup_timeout: see ``EngineServer``.
+        checkpoint: the run's checkpoint.
+        expected: arguments of ``WeightReceiver.miles_expect``; empty if the server receives no weights.
+        least_context: tokens of prompt and response that the server must take; 0 for any number.
+    """
+
+    program, flag = "vLLM", FLAG
+
+    def __init__(
+        self, url: str, startup_timeout: float, checkpoint: str, expected: Sequence[Any], least_context: int = 0
+    ) -> None:
+        super().__init__(url, startup_timeout)
+        self._checkpoint, self._expected, self._least_context = checkpoint, expected, least_context
+
+    def headers(self) -> dict[str, str]:
+        key = os.environ.get(KEY, "").strip()
+        return {**super().headers(), **({"Authorization": f"Bearer {key}"} if key else {})}
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Mapping[str, Any]:
+        self.open()
+        try:
+            found = await self.wait_for(lambda timeout: self._ask("version", None, timeout))
+            if not isinstance(found, Mapping) or "version" not in found:
+                raise ServerError(
+                    f"{FLAG} {self.url}: the server at this address is no vLLM server; correct the address"
+                )
+            info = {**await self._describe(), "version": found["version"]}
+            self._check(info)
+            await self._check_requests()
+            if (await self._ask("is_paused", None)).get("is_paused"):
+                log.warning("%s %s: the server was paused, maybe by a run that ended; it continues now", FLAG, self.url)
+                await self.resume()
+            if self._expected:
+                await self._rpc("miles_expect", *self._expected)
+            return info
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def version(self, timeout: float) -> str:
+        return str((await self._describe(timeout))["weights"])
+
+    async def _describe(self, timeout: float = ANSWER_SECONDS) -> Mapping[str, Any]:
+        """Return what the workers say of themselves (``WeightReceiver.miles_describe``)."""
+        found: Mapping[str, Any] = (await self._rpc("miles_describe", timeout=timeout))[0]
+        return found
+
+    def _check(self, info: Mapping[str, Any]) -> None:
+        """Raise ServerError if the server runs with options with which it cannot serve this run."""
+        for name, (needed, why) in _NEEDED.items():
+            if info[name] != needed:
+                raise ServerError(
+                    f"{FLAG} {self.url}: the server runs with {name} = {info[name]}, and this engine needs {needed}: {why}; "
+                    f"start it with {command(self._checkpoint)}"
+                )
+        if info["max_model_len"] <= self._least_context:
+            raise ServerError(
+                f"{FLAG} {self.url}: the server runs with --max-model-len {info['max_model_len']}, and --rollout-max-context-len is "
+                f"{self._least_context}; start it with --max-model-len {self._least_context + 1}"
+            )
+
+    async def _check_requests(self) -> None:
+        """Raise ServerError if the server refuses requests. An empty one is refused as malformed."""
+        with suppress(_Malformed):
+            await self._ask(_GENERATE, {})
+
+    def refusal(self, path: str, status: int, text: str) -> ServerError:
+        place, start = f"{FLAG} {self.url}", f"start it with {command(self._checkpoint)}"
+        if status in (401, 403) and "scale-out" not in text.lower():
+            return ServerError(
+                f"{place}: the server refuses the key of this run ({status}): put its key into the environment variable {KEY}"
+            )
+        if path == _GENERATE and status in (403, 404):
+            return ServerError(f"{place}: the server does not answer requests with token ids ({status}): {start}")
+        if path == "version" and status < 500:
+            return ServerError(f"{place}: {path} answered {status}: this is no vLLM server; correct the address")
+        if status == 404:
+            return ServerError(f"{place}: the server has no route {path}: {start}")
+        if path == "collective_rpc" and "has no attribute 'miles_" in text:
+            return ServerError(f"{place}: the server's workers cannot receive weights from this plugin: {start}")
+        if path == _GENERATE and status in (400, 422):
+            return _Malformed(f"{place}: {path} answered {status}: {text}")
+        return super().refusal(path, status, text)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, rid: str, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str = "") -> Any:
+        """Generate a response, see ``Host.generate``."""
+        body = {"request_id": rid, "token_ids": list(tokens), "sampling_params": dict(parameters)}
+        answer = await self._ask(_GENERATE, {**body, "model": adapter} if adapter else body, is_request=True)
+        try:
+            return _read(answer)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ServerError(
+                f"{FLAG} {self.url}: the answer of {_GENERATE} is not in vLLM's format ({type(error).__name__}: {error})"
+            ) from error
+
+    async def abort(self, rid: str) -> Any:
+        return await self._ask("abort_requests", {"request_ids": [_PREFIX + rid]})
+
+    async def pause(self) -> None:
+        """Stop the scheduler. Cached prefixes are dropped."""
+        await self._ask("pause?mode=abort&clear_cache=true", {})
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self._ask("resume", {})
+
+    async def receive(self, body: bytes) -> dict[str, Any]:
+        """Pass an encoded call of ``WeightReceiver.miles_receive`` on to the workers.
+
+        Raises:
+            CorruptWeights: the weights differ from those sent.
+            ServerError: a worker refused the message.
+        """
+        answers = (await self._ask("collective_rpc", body))["results"]
+        for answer in answers:
+            if "error" in answer:
+                kind = CorruptWeights if answer["corrupt"] else ServerError
+                raise kind(f"{FLAG} {self.url}: {answer['error']}")
+        if answers[0]["complete"]:
+            await self._ask("reset_prefix_cache", {})
+        first: dict[str, Any] = answers[0]
+        return first
+
+    async def _rpc(self, method: str, *args: Any, timeout: float = ANSWER_SECONDS) -> list[Any]:
+        found: list[Any] = (await self._ask("collective_rpc", {"method": method, "args": args}, timeout))["results"]
+        return found
+
+    async def _ask(self, path: str, body: Any, timeout: float = ANSWER_SECONDS, is_request: bool = False) -> Any:
+        return await self.ask(path, body, timeout, is_request)
+
+
+class _Malformed(ServerError):
+    """The server understood the route, and not the body."""
+
+
+def encode(message: Mapping[str, Any], version: int, last: bool) -> bytes:
+    """Return the body of a call of ``WeightReceiver.miles_receive``; the bytes of a message become text."""
+    where = message["memory"]
+    if where["kind"] == "data":
+        where = {**where, "data": base64.b64encode(where["data"]).decode()}
+    return json.dumps({"method": "miles_receive", "args": [{**message, "memory": where}, version, last]}).encode()
+
+
+def _read(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the answer of a request to the result of ``Host.generate``."""
+    made, scored = answer["choices"][0], answer.get("prompt_logprobs")
+    log_probs = [entry["logprob"] for entry in ((made.get("logprobs") or {}).get("content") or ())]
+    routes = made.get("routed_experts")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return {
+        "tokens": np.array(made["token_ids"], np.int32),
+        "log_probs": np.array(log_probs, np.float32),
+        "finish": made["finish_reason"],
+        "cached_tokens": details.get("cached_tokens") or 0,
+        "routes": None if routes is None else np.load(io.BytesIO(base64.b64decode(routes))),
+        "prompt_log_probs": None if scored is None else _scores(scored),
+    }
+
+
+def _scores(entries: Sequence[Mapping[str, Any] | None]) -> NDArray[Any]:
+    """Return the log-probability of each token of a prompt but the first."""
+    return np.array([next(iter(each.values()))["logprob"] for each in entries if each], np.float32)
