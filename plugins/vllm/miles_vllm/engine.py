@@ -206,7 +206,8 @@ class VllmEngine(Engine):
             self._usable = self._usable and "weights" not in parts
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        await self._ask("wake", [*parts])
+        if "sleep" in self.capabilities:
+            await self._ask("wake", [*parts])
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -52,20 +52,38 @@ class Model(nn.Module):
 class Worker(WeightReceiver):
     """vLLM's worker with the plugin's extension."""
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, arguments: dict[str, Any]) -> None:
         model = Model(checkpoint)
         self.model_runner = types.SimpleNamespace(get_model=lambda: model)
-        self.model, self.vllm_config, self.model_config = model, None, None
+        self.model, self.model_config = model, None
+        self.vllm_config = self._describe(checkpoint, model, arguments)
         self.device = torch.device("cpu")
+
+    def _describe(self, checkpoint: str, model: Model, arguments: dict[str, Any]) -> Any:
+        space = types.SimpleNamespace
+        described = space(
+            model=checkpoint,
+            hf_config=model.inner.config,
+            dtype=torch.float32,
+            quantization=None,
+            logprobs_mode=arguments["logprobs_mode"],
+            max_model_len=arguments["max_model_len"],
+        )
+        parallel = space(data_parallel_size=1, pipeline_parallel_size=1)
+        return space(
+            model_config=described,
+            parallel_config=parallel,
+            cache_config=space(cache_dtype="auto"),
+            speculative_config=None,
+        )
 
 
 class AsyncLLM:
     """Generates with the worker's model. One step computes one token of each of the first ``max_num_seqs`` requests."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["worker_extension_cls"]
         self.arguments, self.errored = arguments, False
-        self.worker, self.prefix_resets, self.slept = Worker(arguments["model"]), 0, list[Any]()
+        self.worker, self.prefix_resets, self.slept = Worker(arguments["model"], arguments), 0, list[Any]()
         self.slots = asyncio.Semaphore(arguments["max_num_seqs"])
         self.aborted: set[str] = set()
         self.draw = torch.Generator().manual_seed(arguments["seed"])
