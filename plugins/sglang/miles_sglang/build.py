@@ -27,10 +27,10 @@ from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
-from miles_sglang.shared import SharedServer, share
+from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
 from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
-from miles_workers.servers import SameModel, report_news
+from miles_workers.servers import SameModel, Shared, report_news, share
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _STATES = "SGLANG_MAMBA_CONV_DTYPE"
 #: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
-SERVERS = StateKey[dict[str, SharedServer]]()
+SERVERS = StateKey[dict[str, Shared[Link]]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
@@ -167,7 +167,7 @@ def assemble(
     early: dict[Path, Spawned] | None = None,
     codec_of: Callable[[str], Codec] | None = None,
     processor: ImageProcessor | None = None,
-    shared: dict[str, SharedServer] | None = None,
+    shared: dict[str, Shared[Link]] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -186,7 +186,7 @@ def assemble(
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
     model = SameModel(Path(checkpoint), config, "--sglang-url", "SGLang", SAME, receives=shared is None)
     connect = partial(_connect, choices, served, context, model, directory, early)
-    link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
+    link = connect() if shared is None else SharedLink(share(shared, _base_of(checkpoint, served, choices), connect))
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
