@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from miles_workers.servers.plan import find_url_problems
     from miles_workers.servers.pool import ServerPool
     from miles_workers.servers.same_model import SameModel
-    from miles_workers.servers.served_adapter import ADAPTER, ServedAdapter, adapter_files
+    from miles_workers.servers.served_adapter import ADAPTER, ServedAdapter
     from miles_workers.servers.server_list import ServerList
     from miles_workers.servers.shared import Shared, Use, share
 
@@ -34,7 +34,6 @@ __all__ = [
     "ServersLost",
     "Shared",
     "Use",
-    "adapter_files",
     "find_url_problems",
     "report_news",
     "share",
@@ -49,7 +48,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.servers.plan": "find_url_problems",
         "miles_workers.servers.pool": "ServerPool",
         "miles_workers.servers.same_model": "SameModel",
-        "miles_workers.servers.served_adapter": "ADAPTER ServedAdapter adapter_files",
+        "miles_workers.servers.served_adapter": "ADAPTER ServedAdapter",
         "miles_workers.servers.server_list": "ServerList",
         "miles_workers.servers.shared": "Shared Use share",
     },

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import secrets
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from miles_workers.renewal import EngineLost
@@ -73,15 +70,3 @@ class ServedAdapter(ABC):
         previous, self.name, self.version = self.name, name, version
         if previous:
             await self.remove(previous)
-
-
-@contextmanager
-def adapter_files(message: Mapping[str, Any], directory: Path) -> Iterator[str]:
-    """Write the adapter of a message in peft's format; yields the absolute path, which is deleted afterwards."""
-    directory.mkdir(parents=True)
-    try:
-        (directory / "adapter_config.json").write_text(json.dumps(message["config"]), encoding="utf-8")
-        (directory / "adapter_model.safetensors").write_bytes(message["tensors"])
-        yield str(directory.absolute())
-    finally:
-        shutil.rmtree(directory)

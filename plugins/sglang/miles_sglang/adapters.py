@@ -5,6 +5,8 @@ The adapter travels as a directory in peft's format, which SGLang's process must
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
-from miles_workers.servers import ServedAdapter, adapter_files
+from miles_workers.servers import ServedAdapter
 
 
 def adapter_arguments(options: Sequence[Any]) -> dict[str, Any]:
@@ -63,8 +65,7 @@ class SglangAdapter(ServedAdapter):
             body = {"lora_name": name, "config_dict": message["config"]}
             answer = await self._call("load_lora_adapter_from_tensors", body, message["tensors"])
         else:
-            with adapter_files(message, self._directory / name) as path:
-                answer = await self._call("load_lora_adapter", {"lora_name": name, "lora_path": path})
+            answer = await self._add_file(message, name, self._directory / name)
         if not answer["success"]:
             raise MilesError(
                 f"SGLang rejected the adapter of version {version}: {answer.get('error_message') or 'no reason given'}"
@@ -72,3 +73,12 @@ class SglangAdapter(ServedAdapter):
 
     async def remove(self, name: str) -> None:
         await self._call("unload_lora_adapter", {"lora_name": name})
+
+    async def _add_file(self, message: Mapping[str, Any], name: str, path: Path) -> Any:
+        path.mkdir(parents=True)
+        try:
+            (path / "adapter_config.json").write_text(json.dumps(message["config"]), encoding="utf-8")
+            (path / "adapter_model.safetensors").write_bytes(message["tensors"])
+            return await self._call("load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
+        finally:
+            shutil.rmtree(path)

@@ -31,6 +31,7 @@ plugin = Plugin(
         "engine": (
             "score",
             "hot_update",
+            "transport:adapter",
             Capability("transport:buckets", when="not vllm.url"),
             Capability("sleep", when="vllm.enable_sleep_mode"),
             Capability("routed_experts", when="vllm.enable_return_routed_experts"),
@@ -63,6 +64,17 @@ plugin = Plugin(
             needs="vllm.url",
             when="vllm.weights_dir",
             because="only running servers receive weights as files; a vLLM that the run starts reads its memory",
+        ),
+        Rule(
+            needs="not vllm.weights_dir",
+            when="transport == adapter",
+            because="adapters are small, and travel over HTTP",
+        ),
+        Rule(
+            needs="model.quantized == none",
+            when="engine == vllm and transport == adapter",
+            because="this plugin runs vLLM in BF16, and an update of adapters does not send the dequantised base; convert the checkpoint "
+            "(miles convert --to bf16), or use --lora-sync merged",
         ),
         Rule(
             needs="not vllm.url",

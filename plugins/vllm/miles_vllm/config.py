@@ -27,11 +27,11 @@ OWN = {
     "enforce_eager": "--vllm-enforce-eager",
     "enable_sleep_mode": "--vllm-enable-sleep-mode",
     "enable_return_routed_experts": "--vllm-enable-return-routed-experts",
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), "--lora-sync adapter"),
 }
 #: Arguments of vLLM that this plugin does not support -> why.
 REFUSED = {
     "speculative_config": "drafts would keep the weights of the start",
-    "enable_lora": "weight updates contain the full model and no adapter",
     "data_parallel_size": "each copy would need the weight updates; start several engines instead",
     "pipeline_parallel_size": "a stage has only some of the parameters that updates contain",
     "weight_transfer_config": "the engine has its own transfer of weights",

@@ -14,12 +14,13 @@ import numpy as np
 from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
 from miles_core.plugin import MilesError, MismatchError, SyncError
+from miles_vllm.adapters import VllmAdapter
 from miles_vllm.calls import Call, Calls
 from miles_vllm.link import Link
 from miles_vllm.requests import SCORING, Translator
 from miles_vllm.sending import Sender
 from miles_workers import EngineLost, Renewal, Restarts
-from miles_workers.servers import ServerError, ServerLeft
+from miles_workers.servers import ADAPTER, ServerError, ServerLeft
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class VllmEngine(Engine):
         self._calls = Calls(lambda number: self._ask("abort", number))
         self._renewal = Renewal(self, "vLLM", settings.restarts, self._renew)
         self._sender = Sender(settings.bucket_bytes, settings.sends_in)
+        self._adapter = VllmAdapter(lambda *arguments: self.link.call(*arguments))
         self._version, self._usable, self._paused, self._lost, self._checked = -1, False, False, False, False
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -83,9 +85,12 @@ class VllmEngine(Engine):
 
     async def _start_again(self) -> None:
         self._usable, self._paused = False, False
+        self._adapter.forget()
         await self.link.restart()
 
     async def stop(self) -> None:
+        if self.link.news is not None:  # the servers outlive the run
+            await self._adapter.leave()
         await self.link.stop()
         self._sender.close()
 
@@ -116,7 +121,7 @@ class VllmEngine(Engine):
                 if call.aborted:
                     return Response([], [], "abort")
                 self._check_usable()
-                version = self._version
+                version = self._version if self._adapter.version < 0 else self._adapter.version
                 answer = await self._send_request(call, request, parameters)
                 if answer is not None:
                     return self._translator.response(request, answer, version)
@@ -125,7 +130,7 @@ class VllmEngine(Engine):
         """Send a request. Returns None if it was lost with its server, or with vLLM, which has been restarted."""
         times, call.sent = self._renewal.times, True
         try:
-            return await self.link.call("generate", call.number, [*request.tokens], parameters)
+            return await self.link.call("generate", call.number, [*request.tokens], parameters, self._adapter.name)
         except ServerLeft:
             call.sent = False
             return None
@@ -173,7 +178,9 @@ class VllmEngine(Engine):
         with self._calls.add(-1) as call:  # no request has this key
             while True:
                 with suppress(ServerLeft):
-                    answers = await self._renewal.retry(lambda: ask("generate", call.number, tokens, SCORING))
+                    answers = await self._renewal.retry(
+                        lambda: ask("generate", call.number, tokens, SCORING, self._adapter.name)
+                    )
                     scores = {name: found["prompt_log_probs"] for name, found in answers.items()}
                     return {name: none if found is None else found for name, found in scores.items()}
 
@@ -217,7 +224,11 @@ class VllmEngine(Engine):
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         async with self._updating("receive", version, staged=bool(message.get("staged"))):
-            await self._deliver(message, version, last)
+            if ADAPTER in message:
+                await self._adapter.load(message, version)
+                self._version, self._usable = version, True
+            else:
+                await self._deliver(message, version, last)
 
     @asynccontextmanager
     async def _updating(self, call: str, version: int, staged: bool = False) -> AsyncIterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from miles_vllm.link import Link
 from miles_vllm.requests import SCORING
-from miles_vllm.server import FLAG, ServerLink, encode
+from miles_vllm.server import FLAG, Needs, ServerLink, encode
 from miles_workers.servers import PoolMetrics, PoolNews, SameModel, ServerList, ServerPool
 
 #: Seconds between two attempts to abort a request that a server may not have registered yet.
@@ -36,8 +37,7 @@ class PoolLink(Link):
         url: addresses, or a file of them.
         startup_timeout: seconds to wait for each server of the first list.
         model: what the servers must serve.
-        expected: arguments of ``Host.expect``; empty if the servers receive adapters only.
-        least_context: tokens of prompt and response that the servers must take; 0 for any number.
+        needs: what every server must have.
         weights_dir: directory for weights as files that the servers read; None sends them over HTTP.
     """
 
@@ -48,12 +48,11 @@ class PoolLink(Link):
         url: Sequence[str],
         startup_timeout: float,
         model: SameModel,
-        expected: Sequence[Any],
-        least_context: int,
+        needs: Needs,
         weights_dir: Path | None,
     ) -> None:
         self._model, self._weights_dir = model, weights_dir
-        connect = partial(ServerLink, checkpoint=str(model.checkpoint), expected=expected, least_context=least_context)
+        connect = partial(ServerLink, needs=needs)
         self._pool = ServerPool(ServerList(FLAG, url), connect, startup_timeout, model, self._score_probe)
         self.news = self._pool.news
         self._prefix = secrets.token_hex(4)  # other runs may use the same server
@@ -65,6 +64,8 @@ class PoolLink(Link):
             "pause": lambda: self._pool.pause(lambda link: link.pause()),
             "resume": lambda: self._pool.resume(lambda link: link.resume()),
             "receive": self._receive,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
         }
 
     async def start(self) -> int | None:
@@ -81,19 +82,24 @@ class PoolLink(Link):
 
     async def call_each(self, method: str, *args: Any) -> Mapping[str, Any]:
         assert method == "generate"
-        number, tokens, parameters = args
-        return await self._pool.generate_each("", lambda link: link.generate(self._id(number), tokens, parameters))
+        number, tokens, parameters, adapter = args
+        ask = self._asker(self._id(number), tokens, parameters, adapter)
+        return await self._pool.generate_each(adapter, ask)
 
     def _id(self, number: int) -> str:
         return f"{self._prefix}-{number}"
 
-    async def _generate(self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Any:
+    async def _generate(self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str) -> Any:
         self._running.add(number)
         try:
             rid = self._id(number)
-            return await self._pool.generate(rid, "", lambda link: link.generate(rid, tokens, parameters))
+            return await self._pool.generate(rid, adapter, self._asker(rid, tokens, parameters, adapter))
         finally:
             self._running.discard(number)
+
+    @staticmethod
+    def _asker(*args: Any) -> Callable[[ServerLink], Awaitable[Any]]:
+        return lambda link: link.generate(*args)
 
     async def _abort(self, number: int) -> None:
         while number in self._running:
@@ -117,6 +123,13 @@ class PoolLink(Link):
             if file is not None:
                 file.unlink(missing_ok=True)
         return {**answers[0], "missed": next((each["missed"] for each in answers if each["missed"]), [])}
+
+    async def _load_adapter(self, name: str, config: Mapping[str, Any], tensors: bytes) -> None:
+        text = await asyncio.to_thread(lambda: base64.b64encode(tensors).decode())
+        await self._pool.load_adapter(name, lambda link: link.load_adapter(name, config, text))
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._pool.unload_adapter(name, lambda link: link.unload_adapter(name))
 
     async def _score_probe(self, link: ServerLink) -> NDArray[Any]:
         answer = await link.generate(secrets.token_hex(8), self._model.probe(), SCORING)

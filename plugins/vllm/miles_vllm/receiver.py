@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from miles_workers.transport import Arrival, Arrivals, Coverage, NameCheck, Weig
 
 #: Import path of ``WeightReceiver`` for vLLM.
 NAME = "miles_vllm.receiver.WeightReceiver"
+#: vLLM's room for adapters.
+_ROOM = ("max_lora_rank", "max_loras", "max_cpu_loras")
 #: Kinds of memory that several workers, or processes that vLLM started, cannot read: a process group has one member per message.
 _REFUSED = ("broadcast", "units")
 
@@ -37,7 +42,8 @@ class WeightReceiver:
     def miles_describe(self) -> dict[str, Any]:
         """Return the options of this vLLM that matter to a run, and the version of its weights; empty before the first update."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        model, parallel, updates = config.model_config, config.parallel_config, getattr(self, "miles_updates", None)
+        model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+        updates = getattr(self, "miles_updates", None)
         return {
             "model_path": str(model.model),
             "architectures": list(model.hf_config.architectures or ()),
@@ -49,8 +55,28 @@ class WeightReceiver:
             "data_parallel_size": int(parallel.data_parallel_size),
             "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
             "speculative": config.speculative_config is not None,
+            "adapters": {} if lora is None else {"enable_lora": True, **{name: getattr(lora, name) for name in _ROOM}},
             "weights": "" if updates is None or updates.version is None else str(updates.version),
         }
+
+    def miles_write_adapter(self, name: str, config: Mapping[str, Any], tensors: str) -> str:
+        """Write an adapter in peft's format, and return the directory. vLLM reads it again if it has dropped the adapter meanwhile.
+
+        Args:
+            name: name of the adapter.
+            config: peft's configuration.
+            tensors: a safetensors file in base64.
+        """
+        path = Path(tempfile.mkdtemp(prefix="miles-adapter-"))
+        self.miles_adapters = {**getattr(self, "miles_adapters", {}), name: path}
+        (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        (path / "adapter_model.safetensors").write_bytes(base64.b64decode(tensors))
+        return str(path)
+
+    def miles_remove_adapter(self, name: str) -> None:
+        """Remove the directory of an adapter."""
+        if path := getattr(self, "miles_adapters", {}).pop(name, None):
+            shutil.rmtree(path, ignore_errors=True)
 
     def miles_receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
         """Process one message, see ``Updates.receive``."""

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 FLAG, KEY = "--vllm-url", "VLLM_API_KEY"
 #: Route of requests, and what vLLM puts before the ids of such requests.
 _GENERATE, _PREFIX = "inference/v1/generate", "generate-tokens-"
+#: Route that loads an adapter; the answer to a call of a route that the server does not have; the variable for most routes used here.
+_LOAD, _NO_ROUTE, _DEVELOPMENT = "v1/load_lora_adapter", '"detail"', "VLLM_SERVER_DEV_MODE=1"
 #: Entries of a description that must have these values -> what to do.
 _NEEDED: dict[str, tuple[Any, str]] = {
     "logprobs_mode": ("processed_logprobs", "its log-probs would not be those of the sampled distribution"),
@@ -45,12 +48,34 @@ class CorruptWeights(ServerError, SyncError):
     """A server received weights that differ from those sent, or not all of them."""
 
 
-def command(checkpoint: object) -> str:
-    """Return the command that starts a server for a run."""
-    return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {checkpoint} --enable-scale-out --logprobs-mode processed_logprobs "
-        f"--worker-extension-cls {receiver.NAME}"
-    )
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of a server.
+
+    Attributes:
+        checkpoint: the run's checkpoint.
+        expected: arguments of ``WeightReceiver.miles_expect``; empty if the server receives adapters only.
+        context: tokens of prompt and response that the server must take; 0 for any number.
+        adapters: arguments of vLLM for adapters (``adapter_arguments``); empty if the server receives all weights.
+    """
+
+    checkpoint: str
+    expected: Sequence[Any] = ()
+    context: int = 0
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+
+    def command(self) -> str:
+        """Return the command that starts such a server."""
+        variables = f"{_DEVELOPMENT} VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if self.adapters else _DEVELOPMENT
+        room = "".join(f" {_flag(n)}{'' if v is True else f' {v}'}" for n, v in self.adapters.items())
+        return (
+            f"{variables} vllm serve {self.checkpoint} --enable-scale-out --logprobs-mode processed_logprobs "
+            f"--worker-extension-cls {receiver.NAME}{room}"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class ServerLink(EngineServer):
@@ -58,18 +83,14 @@ class ServerLink(EngineServer):
 
     Args:
         url, startup_timeout: see ``EngineServer``.
-        checkpoint: the run's checkpoint.
-        expected: arguments of ``WeightReceiver.miles_expect``; empty if the server receives no weights.
-        least_context: tokens of prompt and response that the server must take; 0 for any number.
+        needs: what the run needs.
     """
 
     program, flag = "vLLM", FLAG
 
-    def __init__(
-        self, url: str, startup_timeout: float, checkpoint: str, expected: Sequence[Any], least_context: int = 0
-    ) -> None:
+    def __init__(self, url: str, startup_timeout: float, needs: Needs) -> None:
         super().__init__(url, startup_timeout)
-        self._checkpoint, self._expected, self._least_context = checkpoint, expected, least_context
+        self._needs = needs
 
     def headers(self) -> dict[str, str]:
         key = os.environ.get(KEY, "").strip()
@@ -87,12 +108,14 @@ class ServerLink(EngineServer):
                 )
             info = {**await self._describe(), "version": found["version"]}
             self._check(info)
-            await self._check_requests()
+            for route in (_GENERATE, _LOAD) if self._needs.adapters else (_GENERATE,):
+                with suppress(_Malformed):  # an empty call is
+                    await self._ask(route, {})
             if (await self._ask("is_paused", None)).get("is_paused"):
                 log.warning("%s %s: the server was paused, maybe by a run that ended; it continues now", FLAG, self.url)
                 await self.resume()
-            if self._expected:
-                await self._rpc("miles_expect", *self._expected)
+            if self._needs.expected:
+                await self._rpc("miles_expect", *self._needs.expected)
             return info
         except BaseException:
             await self.stop()
@@ -112,34 +135,38 @@ class ServerLink(EngineServer):
             if info[name] != needed:
                 raise ServerError(
                     f"{FLAG} {self.url}: the server runs with {name} = {info[name]}, and this engine needs {needed}: {why}; "
-                    f"start it with {command(self._checkpoint)}"
+                    f"start it with {self._needs.command()}"
                 )
-        if info["max_model_len"] <= self._least_context:
+        context, adapters = self._needs.context, self._needs.adapters
+        if info["max_model_len"] <= context:
             raise ServerError(
                 f"{FLAG} {self.url}: the server runs with --max-model-len {info['max_model_len']}, and --rollout-max-context-len is "
-                f"{self._least_context}; start it with --max-model-len {self._least_context + 1}"
+                f"{context}; start it with --max-model-len {context + 1}"
             )
-
-    async def _check_requests(self) -> None:
-        """Raise ServerError if the server refuses requests. An empty one is refused as malformed."""
-        with suppress(_Malformed):
-            await self._ask(_GENERATE, {})
+        for name, value in adapters.items():
+            if info["adapters"].get(name, 0) < value:
+                raise ServerError(
+                    f"{FLAG} {self.url}: the server runs with {name} = {info['adapters'].get(name)}, which is too little for the adapters of "
+                    f"this run; start it with {self._needs.command()}"
+                )
 
     def refusal(self, path: str, status: int, text: str) -> ServerError:
-        place, start = f"{FLAG} {self.url}", f"start it with {command(self._checkpoint)}"
+        place, start = f"{FLAG} {self.url}", f"start it with {self._needs.command()}"
         if status in (401, 403) and "scale-out" not in text.lower():
             return ServerError(
                 f"{place}: the server refuses the key of this run ({status}): put its key into the environment variable {KEY}"
             )
-        if path == _GENERATE and status in (403, 404):
+        if path == _GENERATE and (status == 403 or (status == 404 and _NO_ROUTE in text)):
             return ServerError(f"{place}: the server does not answer requests with token ids ({status}): {start}")
         if path == "version" and status < 500:
             return ServerError(f"{place}: {path} answered {status}: this is no vLLM server; correct the address")
-        if status == 404:
+        if status == 404 and _NO_ROUTE in text:
             return ServerError(f"{place}: the server has no route {path}: {start}")
         if path == "collective_rpc" and "has no attribute 'miles_" in text:
             return ServerError(f"{place}: the server's workers cannot receive weights from this plugin: {start}")
-        if path == _GENERATE and status in (400, 422):
+        if path == _LOAD and status == 500:
+            return ServerError(f"{place}: the server rejected the adapter: {text}")
+        if path in (_GENERATE, _LOAD) and status in (400, 422):
             return _Malformed(f"{place}: {path} answered {status}: {text}")
         return super().refusal(path, status, text)
 
@@ -183,6 +210,20 @@ class ServerLink(EngineServer):
             await self._ask("reset_prefix_cache", {})
         first: dict[str, Any] = answers[0]
         return first
+
+    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: str) -> None:
+        """Load an adapter, see ``WeightReceiver.miles_write_adapter``."""
+        path = (await self._rpc("miles_write_adapter", name, dict(config), tensors))[0]
+        try:
+            await self._ask(_LOAD, {"lora_name": name, "lora_path": path})
+        except ServerError:
+            await self._rpc("miles_remove_adapter", name)
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        await self._ask("v1/unload_lora_adapter", {"lora_name": name})
+        await self._rpc("miles_remove_adapter", name)
 
     async def _rpc(self, method: str, *args: Any, timeout: float = ANSWER_SECONDS) -> list[Any]:
         found: list[Any] = (await self._ask("collective_rpc", {"method": method, "args": args}, timeout))["results"]
