@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_workers.servers import ServedAdapter
 
 #: Maximum ranks for which vLLM has room.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def adapter_arguments(options: Sequence[Any]) -> dict[str, Any]:
+def adapter_arguments(options: Sequence[Any], checkpoint: str | Path) -> dict[str, Any]:
     """Return vLLM's arguments for one adapter per policy. The next version of one is loaded before the previous one is unloaded.
 
     Args:
-        options: the options of each policy's adapter (``rank``).
+        options: the options of each policy's adapter (``rank``, ``target_modules``).
+        checkpoint: the base, whose linear layers are ``all-linear``.
     """
-    highest = max(each.rank for each in options)
-    room = len(options) + 1
+    highest, room = max(each.rank for each in options), len(options) + 1
+    targets = {name.rpartition(".")[2] for each in options for name in each.target_modules}
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in RANKS if rank >= highest),
         "max_loras": room,
         "max_cpu_loras": room,
+        # without this list vLLM also wraps the output layer, and then fails to compute log-probs of prompts on a CPU
+        "lora_target_modules": sorted(_linear_layers(checkpoint) if "all-linear" in targets else targets),
     }
+
+
+def _linear_layers(checkpoint: str | Path) -> set[str]:
+    """Return the names of the decoder's linear layers without their path."""
+    entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries
+    paths = [name.split(".") for name, entry in entries.items() if name.endswith(".weight") and len(entry.shape) == 2]
+    return {path[-2] for path in paths if "layers" in path}
 
 
 class VllmAdapter(ServedAdapter):

@@ -97,7 +97,8 @@ def _choices(run: Any, policy: Any) -> Choices:
         for other in ([policy] if alone else run.policies)
         if other.generates and other.hf_checkpoint == policy.hf_checkpoint and _own_choices(run, other) == own
     ]
-    return replace(own, adapters=adapter_arguments([run.config_of(other).plugin("lora") for other in sharing]))
+    options = [run.config_of(other).plugin("lora") for other in sharing]
+    return replace(own, adapters=adapter_arguments(options, policy.hf_checkpoint))
 
 
 def _own_choices(run: Any, policy: Any) -> Choices:

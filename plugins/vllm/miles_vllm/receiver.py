@@ -13,7 +13,7 @@ import base64
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,12 @@ from miles_workers.transport import Arrival, Arrivals, Coverage, NameCheck, Weig
 #: Import path of ``WeightReceiver`` for vLLM.
 NAME = "miles_vllm.receiver.WeightReceiver"
 #: vLLM's room for adapters.
-_ROOM = ("max_lora_rank", "max_loras", "max_cpu_loras")
+_ROOM: dict[str, Callable[[Any], Any]] = {
+    "max_lora_rank": lambda config: config.max_lora_rank,
+    "max_loras": lambda config: config.max_loras,
+    "max_cpu_loras": lambda config: config.max_cpu_loras,
+    "lora_target_modules": lambda config: config.target_modules,
+}
 #: Kinds of memory that several workers, or processes that vLLM started, cannot read: a process group has one member per message.
 _REFUSED = ("broadcast", "units")
 
@@ -55,7 +60,9 @@ class WeightReceiver:
             "data_parallel_size": int(parallel.data_parallel_size),
             "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
             "speculative": config.speculative_config is not None,
-            "adapters": {} if lora is None else {"enable_lora": True, **{name: getattr(lora, name) for name in _ROOM}},
+            "adapters": {}
+            if lora is None
+            else {"enable_lora": True, **{name: read(lora) for name, read in _ROOM.items()}},
             "weights": "" if updates is None or updates.version is None else str(updates.version),
         }
 

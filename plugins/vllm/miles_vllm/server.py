@@ -67,15 +67,20 @@ class Needs:
     def command(self) -> str:
         """Return the command that starts such a server."""
         variables = f"{_DEVELOPMENT} VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if self.adapters else _DEVELOPMENT
-        room = "".join(f" {_flag(n)}{'' if v is True else f' {v}'}" for n, v in self.adapters.items())
+        room = "".join(f" {_flag(name, value)}" for name, value in self.adapters.items())
         return (
             f"{variables} vllm serve {self.checkpoint} --enable-scale-out --logprobs-mode processed_logprobs "
             f"--worker-extension-cls {receiver.NAME}{room}"
         )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flag(name: str, value: Any) -> str:
+    shown = "" if value is True else " ".join(value) if isinstance(value, list) else value
+    return f"--{name.replace('_', '-')} {shown}".rstrip()
+
+
+def _has_room(has: Any, needed: Any) -> bool:
+    return set(needed) <= set(has or ()) if isinstance(needed, list) else (has or 0) >= needed
 
 
 class ServerLink(EngineServer):
@@ -144,7 +149,7 @@ class ServerLink(EngineServer):
                 f"{context}; start it with --max-model-len {context + 1}"
             )
         for name, value in adapters.items():
-            if info["adapters"].get(name, 0) < value:
+            if not _has_room(info["adapters"].get(name), value):
                 raise ServerError(
                     f"{FLAG} {self.url}: the server runs with {name} = {info['adapters'].get(name)}, which is too little for the adapters of "
                     f"this run; start it with {self._needs.command()}"

@@ -6,7 +6,9 @@ The routes and their answers were read in the source of vLLM 0.26.0 and 0.32.0, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_double import AsyncLLM, SamplingParams
@@ -28,12 +30,17 @@ class ServerDouble(server.ServerDouble):
         extended: its workers have the plugin's extension.
         info: what differs from the usual description.
         ignores: part of a tensor's name: updates do not change such tensors, and nothing reports that.
+        runtime_adapters: it has the routes of VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+        adapters: name -> vLLM's ``LoRARequest``.
         damages: bytes of the next messages with weights change on their way.
     """
 
     def __init__(self, checkpoint: Path, **arguments: Any) -> None:
         super().__init__()
         self.key, self.development, self.scale_out, self.extended = "", True, True, True
+        self.runtime_adapters = True
+        self.adapters: dict[str, Any] = {}
+        self._ids = itertools.count(1)
         self.info: dict[str, Any] = {}
         self.ignores, self.damages = "", False
         given = {"max_model_len": 128, "max_num_seqs": 16, "seed": 0, "logprobs_mode": "processed_logprobs"}
@@ -62,6 +69,8 @@ class ServerDouble(server.ServerDouble):
             return 200, {"version": "0.32.0"}
         if route == "inference/v1/generate":
             return self._generate(body)
+        if route in ("v1/load_lora_adapter", "v1/unload_lora_adapter") and self.runtime_adapters:
+            return self.wait(getattr(self, f"_{route.removeprefix('v1/')}")(body))
         if route not in _DEVELOPMENT or not self.development:
             return 404, {"detail": "Not Found"}
         return self.wait(getattr(self, f"_{route}")(body))
@@ -73,12 +82,17 @@ class ServerDouble(server.ServerDouble):
             }
         if "token_ids" not in body or "sampling_params" not in body:
             return 400, {"error": {"message": "validation errors: Field required"}}
+        if "model" in body and body["model"] not in self.adapters:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         return 200, self.wait(self._answer(body))
 
     async def _answer(self, body: dict[str, Any]) -> Any:
         sampling = SamplingParams(**body["sampling_params"])
         prompt = {"prompt_token_ids": body["token_ids"]}
-        (result,) = [each async for each in self.llm.generate(prompt, sampling, _PREFIX + body["request_id"])]
+        stream = self.llm.generate(
+            prompt, sampling, _PREFIX + body["request_id"], self.adapters.get(body.get("model", ""))
+        )
+        (result,) = [each async for each in stream]
         made, scored = result.outputs[0], result.prompt_logprobs
         pairs = zip(made.token_ids, made.logprobs.logprobs, strict=True)
         content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]
@@ -114,6 +128,22 @@ class ServerDouble(server.ServerDouble):
             args[0]["memory"]["data"] = "A" * 8 + args[0]["memory"]["data"][8:]
         (found,) = await self.llm.collective_rpc(method, tuple(args))
         return 200, {"results": [{**found, **self.info} if method == "miles_describe" else found]}
+
+    async def _load_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "lora_name" not in body:
+            return 400, {"error": {"message": "validation errors: Field required"}}
+        name = body["lora_name"]
+        request = SimpleNamespace(lora_name=name, lora_int_id=next(self._ids), lora_path=body["lora_path"])
+        try:
+            await self.llm.add_lora(request)
+        except Exception as error:
+            return 500, {"error": {"message": f"Call to add_lora method failed: {error}"}}
+        self.adapters[name] = request
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        del self.adapters[body["lora_name"]]  # vLLM's workers keep it until there are too many
+        return 200, "removed"
 
     async def _is_paused(self, body: dict[str, Any]) -> tuple[int, Any]:
         return 200, {"is_paused": self.llm.vllm_paused}
