@@ -16,6 +16,8 @@ from miles_core.rollout.user_code import call_in_thread
 from miles_tools.http_client import MAX_BYTES, HttpError, exchange
 from miles_workers.servers import NotReachable, Server, ServerError
 
+__all__ = ["ANSWER_SECONDS", "FIRST_ANSWER_SECONDS", "EngineServer"]
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

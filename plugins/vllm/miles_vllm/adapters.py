@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_core.checkpoint.hf_files import CheckpointFiles
+from safetensors import safe_open
+
 from miles_workers.servers import ServedAdapter
 
 #: Maximum ranks for which vLLM has room.
@@ -34,9 +35,13 @@ def adapter_arguments(options: Sequence[Any], checkpoint: str | Path) -> dict[st
 
 def _linear_layers(checkpoint: str | Path) -> set[str]:
     """Return the names of the decoder's linear layers without their path."""
-    entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries
-    paths = [name.split(".") for name, entry in entries.items() if name.endswith(".weight") and len(entry.shape) == 2]
-    return {path[-2] for path in paths if "layers" in path}
+    found = set()
+    for file in Path(checkpoint).glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for path in (name.split(".") for name in stored.keys() if name.endswith(".weight")):  # noqa: SIM118
+                if "layers" in path and len(stored.get_slice(".".join(path)).get_shape()) == 2:
+                    found.add(path[-2])
+    return found
 
 
 class VllmAdapter(ServedAdapter):
