@@ -61,6 +61,11 @@ plugin = Plugin(
             for name in _OF_A_PROCESS
         ),
         Rule(
+            needs="rollout.kv_cache_dtype == auto",
+            when="vllm.url",
+            because="running servers keep the cache in the dtype with which they were started; give them --kv-cache-dtype",
+        ),
+        Rule(
             needs="vllm.url",
             when="vllm.weights_dir",
             because="only running servers receive weights as files; a vLLM that the run starts reads its memory",

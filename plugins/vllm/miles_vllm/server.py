@@ -7,7 +7,6 @@ Requests use vLLM's route for token ids, ``/inference/v1/generate``. The other c
 from __future__ import annotations
 
 import base64
-import io
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles_core.plugin import SyncError
-from miles_tools.engine_server import ANSWER_SECONDS, EngineServer
+from miles_tools.engine_server import ANSWER_SECONDS, FIRST_ANSWER_SECONDS, EngineServer
 from miles_vllm import receiver
 from miles_workers.servers import ServerError
 
@@ -106,21 +105,21 @@ class ServerLink(EngineServer):
     async def start(self) -> Mapping[str, Any]:
         self.open()
         try:
-            found = await self.wait_for(lambda timeout: self._ask("version", None, timeout))
+            found = await self.wait_for(lambda timeout: self.ask("version", None, timeout))
             if not isinstance(found, Mapping) or "version" not in found:
                 raise ServerError(
                     f"{FLAG} {self.url}: the server at this address is no vLLM server; correct the address"
                 )
-            info = {**await self._describe(), "version": found["version"]}
+            info = {**await self._describe(FIRST_ANSWER_SECONDS), "version": found["version"]}
             self._check(info)
             for route in (_GENERATE, _LOAD) if self._needs.adapters else (_GENERATE,):
                 with suppress(_Malformed):  # an empty call is
-                    await self._ask(route, {})
-            if (await self._ask("is_paused", None)).get("is_paused"):
+                    await self.ask(route, {}, FIRST_ANSWER_SECONDS)
+            if (await self.ask("is_paused", None, FIRST_ANSWER_SECONDS)).get("is_paused"):
                 log.warning("%s %s: the server was paused, maybe by a run that ended; it continues now", FLAG, self.url)
                 await self.resume()
             if self._needs.expected:
-                await self._rpc("miles_expect", *self._needs.expected)
+                await self._rpc("miles_expect", *self._needs.expected, timeout=FIRST_ANSWER_SECONDS)
             return info
         except BaseException:
             await self.stop()
@@ -129,7 +128,7 @@ class ServerLink(EngineServer):
     async def version(self, timeout: float) -> str:
         return str((await self._describe(timeout))["weights"])
 
-    async def _describe(self, timeout: float = ANSWER_SECONDS) -> Mapping[str, Any]:
+    async def _describe(self, timeout: float) -> Mapping[str, Any]:
         """Return what the workers say of themselves (``WeightReceiver.miles_describe``)."""
         found: Mapping[str, Any] = (await self._rpc("miles_describe", timeout=timeout))[0]
         return found
@@ -180,7 +179,7 @@ class ServerLink(EngineServer):
     async def generate(self, rid: str, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str = "") -> Any:
         """Generate a response, see ``Host.generate``."""
         body = {"request_id": rid, "token_ids": list(tokens), "sampling_params": dict(parameters)}
-        answer = await self._ask(_GENERATE, {**body, "model": adapter} if adapter else body, is_request=True)
+        answer = await self.ask(_GENERATE, {**body, "model": adapter} if adapter else body, is_request=True)
         try:
             return _read(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -189,15 +188,15 @@ class ServerLink(EngineServer):
             ) from error
 
     async def abort(self, rid: str) -> Any:
-        return await self._ask("abort_requests", {"request_ids": [_PREFIX + rid]})
+        return await self.ask("abort_requests", {"request_ids": [_PREFIX + rid]})
 
     async def pause(self) -> None:
         """Stop the scheduler. Cached prefixes are dropped."""
-        await self._ask("pause?mode=abort&clear_cache=true", {})
+        await self.ask("pause?mode=abort&clear_cache=true", {})
 
     async def resume(self) -> None:
         """Continue after ``pause``."""
-        await self._ask("resume", {})
+        await self.ask("resume", {})
 
     async def receive(self, body: bytes) -> dict[str, Any]:
         """Pass an encoded call of ``WeightReceiver.miles_receive`` on to the workers.
@@ -206,13 +205,13 @@ class ServerLink(EngineServer):
             CorruptWeights: the weights differ from those sent.
             ServerError: a worker refused the message.
         """
-        answers = (await self._ask("collective_rpc", body))["results"]
+        answers = (await self.ask("collective_rpc", body))["results"]
         for answer in answers:
             if "error" in answer:
                 kind = CorruptWeights if answer["corrupt"] else ServerError
                 raise kind(f"{FLAG} {self.url}: {answer['error']}")
         if answers[0]["complete"]:
-            await self._ask("reset_prefix_cache", {})
+            await self.ask("reset_prefix_cache", {})
         first: dict[str, Any] = answers[0]
         return first
 
@@ -220,22 +219,19 @@ class ServerLink(EngineServer):
         """Load an adapter, see ``WeightReceiver.miles_write_adapter``."""
         path = (await self._rpc("miles_write_adapter", name, dict(config), tensors))[0]
         try:
-            await self._ask(_LOAD, {"lora_name": name, "lora_path": path})
+            await self.ask(_LOAD, {"lora_name": name, "lora_path": path})
         except ServerError:
             await self._rpc("miles_remove_adapter", name)
             raise
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter."""
-        await self._ask("v1/unload_lora_adapter", {"lora_name": name})
+        await self.ask("v1/unload_lora_adapter", {"lora_name": name})
         await self._rpc("miles_remove_adapter", name)
 
     async def _rpc(self, method: str, *args: Any, timeout: float = ANSWER_SECONDS) -> list[Any]:
-        found: list[Any] = (await self._ask("collective_rpc", {"method": method, "args": args}, timeout))["results"]
+        found: list[Any] = (await self.ask("collective_rpc", {"method": method, "args": args}, timeout))["results"]
         return found
-
-    async def _ask(self, path: str, body: Any, timeout: float = ANSWER_SECONDS, is_request: bool = False) -> Any:
-        return await self.ask(path, body, timeout, is_request)
 
 
 class _Malformed(ServerError):
@@ -254,14 +250,13 @@ def _read(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the answer of a request to the result of ``Host.generate``."""
     made, scored = answer["choices"][0], answer.get("prompt_logprobs")
     log_probs = [entry["logprob"] for entry in ((made.get("logprobs") or {}).get("content") or ())]
-    routes = made.get("routed_experts")
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return {
         "tokens": np.array(made["token_ids"], np.int32),
         "log_probs": np.array(log_probs, np.float32),
         "finish": made["finish_reason"],
         "cached_tokens": details.get("cached_tokens") or 0,
-        "routes": None if routes is None else np.load(io.BytesIO(base64.b64decode(routes))),
+        "routes": None,  # the plan refuses them with running servers
         "prompt_log_probs": None if scored is None else _scores(scored),
     }
 

@@ -356,6 +356,7 @@ def test_dead_and_other_servers_are_named(start: Start, checkpoints: list[Path],
         ),
         ({"vllm_url": "http://a:1", "vllm_enforce_eager": True}, "give the servers of --vllm-url the option"),
         ({"vllm_url": "http://a:1", "colocate": True}, "not .*--vllm-url|sleep mode"),
+        ({"vllm_url": "http://a:1", "kv_cache_dtype": "float8_e4m3fn"}, "give them --kv-cache-dtype"),
         ({"vllm_weights_dir": "/shared"}, "only running servers receive weights as files"),
     ],
 )
