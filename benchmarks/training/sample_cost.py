@@ -12,7 +12,9 @@ cProfile's table on standard error instead. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import cProfile
+import functools
 import json
 import pstats
 import random
@@ -24,6 +26,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -42,7 +45,11 @@ STAGES = {
         "miles_core/data/prompt_file.py",
         "miles_core/data/tokenizer.py",
     ],
-    "requests": ["miles_core/rollout/generate.py", "miles_core/rollout/keys.py"],
+    "requests": [
+        "miles_core/rollout/generate.py",
+        "miles_core/rollout/requests.py",
+        "miles_core/rollout/keys.py",
+    ],
     "checks": ["miles_core/contracts/engine.py"],
     "hooks": ["miles_core/plugin/", "miles_core/contracts/boundaries.py"],
     "transcript": ["miles_core/rollout/transcript.py"],
@@ -151,12 +158,20 @@ def find_stage(frame: Any) -> str:
     if frame.f_code.co_name == "select":
         return "other threads"
     while frame is not None:
-        place = frame.f_code.co_filename.removeprefix(f"{ROOT}/") + ":" + frame.f_code.co_name
-        for stage, parts in STAGES.items() if "/site-packages/" not in place else ():
-            if any(place.startswith(part) or f"/{part}" in place or place.endswith(f":{part}") for part in parts):
-                return stage
+        if stage := stage_of(frame.f_code):
+            return stage
         frame = frame.f_back
     return "loop"
+
+
+@functools.cache  # called every millisecond
+def stage_of(code: CodeType) -> str:
+    """Return the stage of a function; "" if it belongs to that of its caller."""
+    place = code.co_filename.removeprefix(f"{ROOT}/") + ":" + code.co_name
+    for stage, parts in STAGES.items() if "/site-packages/" not in place else ():
+        if any(place.startswith(part) or f"/{part}" in place or place.endswith(f":{part}") for part in parts):
+            return stage
+    return ""
 
 
 def replace_parts() -> None:
@@ -171,8 +186,10 @@ def replace_parts() -> None:
     log_probs = Column.of(-draw.random(RESPONSE), FLOATS)
     text = "w2 " * RESPONSE
 
-    async def generate(self: Any, request: Request) -> Response:
-        return Response(tokens[:], log_probs[:], "length", text, [(0, self.version)])
+    def generate(self: Any, request: Request) -> asyncio.Future[Response]:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(Response(tokens[:], log_probs[:], "length", text, [(0, self.version)]))
+        return answer
 
     EmbeddedEngine.generate = generate  # type: ignore[method-assign]
     EmbeddedTrainer.step = lambda *_: {}  # type: ignore[method-assign]

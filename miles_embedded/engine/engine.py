@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, check_scored
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
@@ -28,7 +28,7 @@ from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
+from miles_embedded.engine.row import Answer, Row, parameters_of, recorded_rows, slots_of
 from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
@@ -59,7 +59,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.columns = self.scheduler.columns
         self.rows: list[Row] = []
-        self._abandoned: list[Row] = []
+        self._abandoned: list[Answer] = []
         self._joining: list[Row] = []
         self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
         self._paused, self._stopped = False, False
@@ -89,18 +89,14 @@ class EmbeddedEngine(Engine, StepEngine):
         await self.sleep(["cache"])
         self._stopped = True
 
-    async def generate(self, request: Request) -> Response:
+    def generate(self, request: Request) -> Answer:
         if self._stopped:
             raise RuntimeError("the engine was stopped; call start first")
         self.runner.check_media(request.tokens, request.media)
-        row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
+        row = self.scheduler.make_row(request, Answer(self._abandoned))
         self.scheduler.waiting.append(row)
         self._wake()
-        try:
-            return await row.future
-        except asyncio.CancelledError:
-            self._abandoned.append(row)
-            raise
+        return row.future
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
@@ -262,8 +258,10 @@ class EmbeddedEngine(Engine, StepEngine):
     @torch.no_grad()
     def _step(self) -> None:
         self._weights.check()
-        gone, self._abandoned = self._abandoned, []
-        self._leave([row for row in gone if row.slot >= 0])
+        if self._abandoned:
+            gone = {*self._abandoned}
+            self._abandoned.clear()
+            self._leave([row for row in self.rows if row.future in gone])
         try:
             with self._weights.packs.activate():
                 self._admit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,23 @@ class Reader(Protocol):
 
     def read(self, row: Row) -> None:
         """Append the tokens of a row that it has not read yet to the row."""
+
+
+class Answer(asyncio.Future[Response]):
+    """Receives the response of a row.
+
+    Args:
+        cancelled: collects answers that a caller cancelled; the engine stops computing their rows.
+    """
+
+    def __init__(self, cancelled: list[Answer]) -> None:
+        super().__init__()
+        self._all_cancelled = cancelled
+
+    def cancel(self, msg: Any = None) -> bool:
+        if done := super().cancel(msg):
+            self._all_cancelled.append(self)
+        return done
 
 
 @dataclass(eq=False)
@@ -49,7 +66,7 @@ class Row:
     """
 
     request: Request
-    future: asyncio.Future[Response]
+    future: Answer
     prompt_length: int
     limit: int
     stops: frozenset[int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_embedded.engine.columns import RowColumns
 from miles_embedded.engine.detokenizer import Decode, decode_all
-from miles_embedded.engine.row import Row, StopText
+from miles_embedded.engine.row import Answer, Row, StopText
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.step import Emitted
 
@@ -40,7 +39,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.columns = RowColumns(vocab)
 
-    def make_row(self, request: Request, future: asyncio.Future[Response]) -> Row:
+    def make_row(self, request: Request, future: Answer) -> Row:
         """Make the row of a valid request; MilesError if the request cannot be generated."""
         length, sampling = len(request.tokens), request.sampling
         room = request.room(self.max_context)
