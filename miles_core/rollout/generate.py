@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles_core.contracts.answer import Answer
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
@@ -75,7 +76,12 @@ class Arrivals:
         """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
         future = asyncio.ensure_future(awaited)
         self._futures.append(future)
-        future.add_done_callback(self._note)
+        if not isinstance(future, Answer):
+            future.add_done_callback(self._note)
+        elif future.done():
+            self._note(future)
+        else:
+            future.receiver = self._note
         return future
 
     async def next(self) -> list[asyncio.Future[Any]]:
@@ -136,8 +142,8 @@ class Generator:
         self._masks_older = run.config.rollout.mask_offpolicy_in_partial_rollout
         limit = run.config.rollout.max_concurrent_samples
         self.slots = asyncio.Semaphore(limit) if limit else None
-        # ``add_response`` makes valid samples unless an engine returned invalid fields
-        self._checks = bool(run.fields or run.hooks.implemented["on_sample"] or self._masks_older)
+        required = any(spec.required for spec in run.fields)
+        self._checks = bool(required or run.hooks.implemented["on_sample"] or self._masks_older)
 
     async def generate(self, sample: Sample) -> list[Sample]:
         """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
@@ -154,11 +160,12 @@ class Generator:
     async def take_turns(self, samples: Sequence[Sample], finish: Finish = _nothing) -> list[Sample]:
         """Generate one turn for each sample, as ``SingleTurn`` does, without a transcript, and without a task for each: most runs generate
         all samples here. Samples whose responses arrive together are completed together; ``finish`` is called with them."""
-        arrivals, start = Arrivals(), time.perf_counter()
+        arrivals, start, name = Arrivals(), time.perf_counter(), self.run.policy.name
         asked: dict[asyncio.Future[Response], Asked] = {}
         try:
             for sample in samples:
-                sample.policy = sample.policy or self.run.policy.name
+                if not sample.policy:
+                    sample.policy = name
                 first = self.requests.make(
                     sample.index, sample.group_index, sample.tokens, self.sampling, sample.policy, sample.media
                 )
@@ -210,7 +217,7 @@ class Generator:
         self.requests.count_unknown([response for _, response in answered])
         samples = [add_response(sample, response, self.run.fields) for sample, response in answered]
         self.requests.keys.forget(sample.index for sample in samples)
-        if self._checks:
+        if self._checks or any(sample.fields for sample in samples):  # the checks of responses cover all others
             self._check(samples)
         return finish(samples)
 

@@ -40,27 +40,25 @@ def are_valid(requests: Sequence[Request], responses: Sequence[Any], vocabulary:
     """Whether all responses are plain ones without a fault, in a few operations for all of them; ``Response.find_fault`` knows all faults,
     and valid values that are rare."""
     for request, response in zip(requests, responses, strict=True):
-        if type(response) is not Response:
+        if type(response) is not Response or len(response.weight_versions) != 1:
             return False
-        tokens, log_probs, versions = response.tokens, response.log_probs, response.weight_versions
+        tokens, log_probs, version = response.tokens, response.log_probs, response.weight_versions[0]
         usual = (
             type(tokens) is type(log_probs) is Column
-            and (tokens.typecode, log_probs.typecode) == (TOKENS, FLOATS)
+            and tokens.typecode == TOKENS
+            and log_probs.typecode == FLOATS
             and 0 < len(tokens) == len(log_probs) <= request.sampling.max_new_tokens
             and response.finish in FINISHES
-            and type(versions) is list
-            and len(versions) == 1
-            and type(versions[0]) is tuple
-            and len(versions[0]) == 2
-            and versions[0][0] == 0
+            and type(version) is tuple
+            and len(version) == 2
+            and version[0] == 0
         )
         if not usual:
             return False
-    ids = np.frombuffer(
-        b"".join([response.tokens for response in responses]), np.uint32
-    )  # negative numbers are large ones
+    ids = np.frombuffer(b"".join([response.tokens for response in responses]), np.uint32)  # negative numbers are large
     log_probs = np.frombuffer(b"".join([response.log_probs for response in responses]))
-    return bool(ids.max() < vocabulary and -inf < log_probs.min() and log_probs.max() <= ROUNDING)  # False for NaN
+    low, high = np.minimum.reduce(log_probs), np.maximum.reduce(log_probs)  # NaN if one is
+    return bool(np.maximum.reduce(ids) < vocabulary and -inf < low and high <= ROUNDING)
 
 
 class EngineRequests:

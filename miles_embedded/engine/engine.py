@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from miles_core.contracts.answer import Answer
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, check_scored
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import NonFiniteError
@@ -28,7 +29,7 @@ from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.row import Answer, Row, parameters_of, recorded_rows, slots_of
+from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
 from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.contracts.engine import Request, Response
+from miles_core.contracts.answer import Answer
+from miles_core.contracts.engine import Request
 from miles_core.data.column import FLOATS, TOKENS, Column
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_embedded.engine.detokenizer import Decode
@@ -25,23 +25,6 @@ class Reader(Protocol):
 
     def read(self, row: Row) -> None:
         """Append the tokens of a row that it has not read yet to the row."""
-
-
-class Answer(asyncio.Future[Response]):
-    """Receives the response of a row.
-
-    Args:
-        cancelled: collects answers that a caller cancelled; the engine stops computing their rows.
-    """
-
-    def __init__(self, cancelled: list[Answer]) -> None:
-        super().__init__()
-        self._all_cancelled = cancelled
-
-    def cancel(self, msg: Any = None) -> bool:
-        if done := super().cancel(msg):
-            self._all_cancelled.append(self)
-        return done
 
 
 @dataclass(eq=False)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.contracts.answer import Answer
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.column import find_token_fault
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_embedded.engine.columns import RowColumns
 from miles_embedded.engine.detokenizer import Decode, decode_all
-from miles_embedded.engine.row import Answer, Row, StopText
+from miles_embedded.engine.row import Row, StopText
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.step import Emitted
 
