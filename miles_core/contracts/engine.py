@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "retract", "in_place"]
 #: Parts of an engine's device memory that ``sleep`` can release independently.
 EnginePart = Literal["weights", "cache"]
-#: Largest log-probability that rounding explains.
-ROUNDING = 1e-3
-#: Why a response ended.
 Finish = Literal["stop", "length", "abort"]
 FINISHES = get_args(Finish)
+#: Largest log-probability that rounding explains.
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Sample:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in COLUMNS:
             value = as_column(value, COLUMNS[name])
-        object.__setattr__(self, name, value)
+        self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
         # Declared fields read like attributes: ``sample.rollout_routed_experts``.
@@ -216,12 +216,13 @@ class Sample:
 
     def copy_pending(self, index: int) -> Sample:
         """Copy a sample without a response as number ``index`` of the same prompt. The copies share only label and media."""
-        made, own = object.__new__(type(self)), self.__dict__.copy()
+        made = object.__new__(type(self))
+        own = made.__dict__
+        own.update(self.__dict__)
         if type(self.prompt) is not str:
             own["prompt"] = copy.deepcopy(self.prompt)
         own["metadata"] = copy.deepcopy(self.metadata) if self.metadata else {}
         own["tokens"], own["weight_versions"], own["fields"], own["index"] = Column(TOKENS, self.tokens), [], {}, index
-        made.__dict__ = own
         return made
 
     @classmethod

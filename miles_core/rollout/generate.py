@@ -74,7 +74,7 @@ class Arrivals:
 
     def add(self, awaited: Awaitable[Any]) -> asyncio.Future[Any]:
         """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
-        future = asyncio.ensure_future(awaited)
+        future = awaited if isinstance(awaited, Answer) else asyncio.ensure_future(awaited)
         self._futures.append(future)
         if not isinstance(future, Answer):
             future.add_done_callback(self._note)

@@ -125,7 +125,7 @@ def test_calls_that_engines_abort_go_on_with_their_own_numbers(candidates, monke
     whole, plain, aborted = candidates(ask), EmbeddedEngine.generate, []
 
     async def generate(self, request):
-        task = asyncio.create_task(plain(self, request))
+        task = asyncio.ensure_future(plain(self, request))
         for _ in range(3):
             await asyncio.sleep(0)
         await self.abort([request.key])  # the call's, and no other of its sample
