@@ -18,7 +18,7 @@ class Template:
     """Renders with a function, each prompt on its own."""
 
     def __init__(self, render):
-        self.render = render
+        self.render, self.known = render, {}
 
     def __call__(self, prompt, encoded=None):
         return self.render(prompt)
@@ -123,6 +123,9 @@ def test_chats_that_end_with_an_assistant_message_are_announced(tmp_path, caplog
 
 class Rendering:
     """A template that writes one token per message."""
+
+    def __init__(self):
+        self.known = {}
 
     def encode_texts(self, prompts):
         return [None] * len(prompts)

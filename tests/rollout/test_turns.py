@@ -99,7 +99,9 @@ def test_samples_whose_responses_arrive_together_are_finished_together(run):
     async def main():
         functions = Functions("turn", {"turn": SingleTurn()})
         generator = Generator(run, {run.policy.name: engine}, Sampling(4), functions)  # type: ignore[dict-item]
-        turns = asyncio.create_task(generator.take_turns(pending(4), lambda made: together.append([s.index for s in made])))
+        turns = asyncio.create_task(
+            generator.take_turns(pending(4), lambda made: together.append([s.index for s in made]))
+        )
         await settle()
         for step in ([2], [0, 3], [1]):
             for index in step:
