@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Answer(asyncio.Future["Response"]):
 
     def __init__(self, cancelled: list[Answer]) -> None:
         super().__init__()
-        self._all_cancelled, self.receiver = cancelled, _ignore
+        self._all_cancelled = cancelled
+        self.receiver: Callable[[Answer], object] = _ignore
 
     def set_result(self, result: Response) -> None:
         super().set_result(result)

@@ -100,6 +100,7 @@ class Arrivals:
             for future in self._futures:
                 future.cancel()
             await asyncio.gather(*self._futures, return_exceptions=True)
+        self._futures = []  # answers refer to their receiver
 
     def _note(self, future: asyncio.Future[Any]) -> None:
         self._done.append(future)
