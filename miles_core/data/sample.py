@@ -154,7 +154,7 @@ class Sample:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in COLUMNS:
             value = as_column(value, COLUMNS[name])
-        self.__dict__[name] = value
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Declared fields read like attributes: ``sample.rollout_routed_experts``.

@@ -138,11 +138,11 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
             sample, the value, the function and its file.
     """
     samples = list(samples)
-    if reward.rule is not None:
-        apply_rule(samples, reward, args)
-        return
     if reward.scope == "group":
         await _score_group(samples, reward, args)
+        return
+    if reward.rule is not None:
+        apply_rule(samples, reward, args)
         return
     if len(samples) == 1:
         await _score_one(samples[0], reward, args)

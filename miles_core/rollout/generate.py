@@ -70,12 +70,13 @@ class Arrivals:
     def __init__(self) -> None:
         self._futures: list[asyncio.Future[Any]] = []
         self._done: list[asyncio.Future[Any]] = []
-        self._news, self._taken = asyncio.Event(), 0
+        self._news, self._open = asyncio.Event(), 0
 
     def add(self, awaited: Awaitable[Any]) -> asyncio.Future[Any]:
         """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
         future = awaited if isinstance(awaited, Answer) else asyncio.ensure_future(awaited)
         self._futures.append(future)
+        self._open += 1
         if not isinstance(future, Answer):
             future.add_done_callback(self._note)
         elif future.done():
@@ -86,29 +87,29 @@ class Arrivals:
 
     async def next(self) -> list[asyncio.Future[Any]]:
         """Return the futures that are done since the last call, after waiting for at least one; [] if there are no more."""
-        if self._taken == len(self._futures):
+        if not self._open:
+            self._futures.clear()  # answers refer to their receiver
             return []
         await self._news.wait()
         self._news.clear()
         arrived, self._done = self._done, []
-        self._taken += len(arrived)
+        self._open -= len(arrived)
         return arrived
 
-    async def close(self) -> None:
+    async def cancel(self) -> None:
         """Cancel what is not done, and wait for its end."""
-        if self._taken < len(self._futures):
-            for future in self._futures:
-                future.cancel()
-            await asyncio.gather(*self._futures, return_exceptions=True)
-        self._futures = []  # answers refer to their receiver
+        for future in self._futures:
+            future.cancel()
+        await asyncio.gather(*self._futures, return_exceptions=True)  # also marks errors as seen
+        self._futures.clear()
 
     def _note(self, future: asyncio.Future[Any]) -> None:
         self._done.append(future)
         self._news.set()
 
 
-#: A sample, its request, and the request as ``on_request`` changed it.
-Asked = tuple[Sample, Request, Request]
+#: A sample, its request, the request as ``on_request`` changed it, and the response.
+Answered = tuple[Sample, Request, Request, Response]
 #: Receives finished samples; returns what is left to do for them, or None.
 Finish = Callable[[list[Sample]], Coroutine[Any, Any, None] | None]
 
@@ -162,7 +163,7 @@ class Generator:
         """Generate one turn for each sample, as ``SingleTurn`` does, without a transcript, and without a task for each: most runs generate
         all samples here. Samples whose responses arrive together are completed together; ``finish`` is called with them."""
         arrivals, start, name = Arrivals(), time.perf_counter(), self.run.policy.name
-        asked: dict[asyncio.Future[Response], Asked] = {}
+        asked: dict[asyncio.Future[Response], tuple[Sample, Request, Request]] = {}
         try:
             for sample in samples:
                 if not sample.policy:
@@ -173,30 +174,19 @@ class Generator:
                 sent, answer = self.requests.send(sample.index, first)
                 asked[arrivals.add(answer)] = sample, first, sent
             while arrived := await arrivals.next():
-                responses = [
-                    future.result() for future in arrived
-                ]  # raises errors, also of continued and finished samples
-                answered = [asked[future] for future in arrived if future in asked]
-                if len(answered) < len(arrived):
-                    responses = [future.result() for future in arrived if future in asked]
-                if answered:
-                    self._receive(answered, responses, start, arrivals, finish)
-        finally:
-            await arrivals.close()
+                results = [(future, future.result()) for future in arrived]  # raises errors, also of ``later``
+                if answered := [(*asked[future], result) for future, result in results if future in asked]:
+                    self._receive(answered, start, arrivals, finish)
+        except BaseException:
+            await arrivals.cancel()
+            raise
         return list(samples)
 
-    def _receive(
-        self,
-        answered: Sequence[Asked],
-        responses: Sequence[Response],
-        start: float,
-        arrivals: Arrivals,
-        finish: Finish,
-    ) -> None:
+    def _receive(self, answered: Sequence[Answered], start: float, arrivals: Arrivals, finish: Finish) -> None:
         """Complete samples with the first responses to their requests, which ``arrivals`` returned together."""
-        self.requests.receive([sent for *_, sent in answered], responses, start)
+        self.requests.receive([sent for _, _, sent, _ in answered], [response for *_, response in answered], start)
         whole: list[tuple[Sample, Response]] = []
-        for (sample, first, sent), response in zip(answered, responses, strict=True):
+        for sample, first, sent, response in answered:
             if self.requests.is_complete(response):
                 whole.append((sample, response))
             else:

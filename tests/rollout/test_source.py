@@ -132,3 +132,26 @@ class Rendering:
 
     def __call__(self, prompt):
         return [0] * len(prompt)
+
+
+def test_examined_prompts_are_not_tokenised_again(tmp_path):
+    path, seen = tmp_path / "d.jsonl", []
+    path.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("ab", "abcd", "c")))
+    config = load(["--rollout-max-prompt-len", "3"], manifests=[])
+    prompts = open_prompts(config, str(path), "--prompt-data")
+
+    def render(text):
+        seen.append(text)
+        return [ord(c) - ord("a") for c in text]
+
+    template = Template(render)
+    examine(prompts, template, config, Limits(), "--prompt-data")
+    encode = queue.encode_rows(template, config, Limits())
+    other = queue.Row("bb", place="elsewhere:1")
+    assert [list(tokens) for tokens in encode([*prompts.next(2), other, *prompts.next(1)])] == [
+        [0, 1],
+        [2],
+        [1, 1],
+        [0, 1],
+    ]
+    assert seen == ["ab", "abcd", "c", "bb"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -161,3 +162,21 @@ def test_a_dropped_group_cancels_its_answers_and_aborts_its_requests(run):
 
     assert asyncio.run(main())
     assert engine.cancelled == engine.answers[1:] and engine.aborted == [1, 2]
+
+
+def test_no_error_of_a_group_is_left_unseen(run, caplog):
+    """A broken engine fails all requests in one step; only the first error is raised."""
+    engine = Held()
+
+    async def main():
+        group = asyncio.create_task(producer_of(run, engine, make_rule()).produce(pending()))
+        await settle()
+        for answer in engine.answers:
+            answer.set_exception(ArithmeticError("broken layer"))
+        with pytest.raises(ArithmeticError):
+            await group
+
+    asyncio.run(main())
+    engine.answers.clear()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
