@@ -97,10 +97,10 @@ class Arrivals:
         return arrived
 
     async def cancel(self) -> None:
-        """Cancel what is not done, and wait for its end."""
+        """Cancel what is not done, and wait for its end. No error of these futures is reported any more."""
         for future in self._futures:
             future.cancel()
-        await asyncio.gather(*self._futures, return_exceptions=True)  # also marks errors as seen
+        await asyncio.gather(*self._futures, return_exceptions=True)
         self._futures.clear()
 
     def _note(self, future: asyncio.Future[Any]) -> None:
