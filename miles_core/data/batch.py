@@ -227,28 +227,26 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
     A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
-    lengths = _numbers([len(s.tokens) for s in samples])
-    prompts = lengths - _numbers([s.response_length for s in samples])
-    starts = lengths.cumsum() - lengths
-    total = int(lengths.sum())
+    lengths = np.array([len(s.tokens) for s in samples], np.int64)
+    prompts = lengths - np.array([s.response_length for s in samples], np.int64)
+    starts, total = lengths.cumsum() - lengths, int(lengths.sum())
     batch = Batch(
         tokens=torch.from_numpy(_join([s.tokens for s in samples], "int64")),
         lengths=torch.from_numpy(lengths),
         prompt_lengths=torch.from_numpy(prompts),
-        group=torch.from_numpy(_numbers([s.group_index for s in samples])),
-        rollout=torch.from_numpy(_numbers([s.index if s.rollout_id is None else s.rollout_id for s in samples])),
-        index=torch.from_numpy(_numbers([s.index for s in samples])),
+        group=torch.from_numpy(np.array([s.group_index for s in samples], np.int64)),
+        rollout=torch.from_numpy(
+            np.array([s.index if s.rollout_id is None else s.rollout_id for s in samples], np.int64)
+        ),
+        index=torch.from_numpy(np.array([s.index for s in samples], np.int64)),
         media=tuple(s.media for s in samples) if any(s.media for s in samples) else (),
     )
     recorded = set(_OWN).union(*(s.fields for s in samples if s.fields))
     if not any(s.remove_sample or s.loss_mask is not None for s in samples):
-        batch.columns["loss_mask"] = torch.from_numpy(
-            _inside(starts + prompts, lengths - prompts, total).astype(np.float32)
-        )
+        inside = _inside(starts + prompts, lengths - prompts, total)
+        batch.columns["loss_mask"] = torch.from_numpy(inside.astype(np.float32))
         recorded.remove("loss_mask")
-    for spec in (*CORE_FIELDS, *declared):
-        if spec.name not in recorded:
-            continue
+    for spec in (spec for spec in (*CORE_FIELDS, *declared) if spec.name in recorded):
         own = _OWN.get(spec.name)
         values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
         if all(v is None for v in values):
@@ -266,10 +264,6 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     return batch
 
 
-def _numbers(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
 def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
     """Concatenate arrays and sequences of numbers; [0] if there are none."""
     if are_columns(values):
@@ -280,11 +274,10 @@ def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
 
 def _column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Tensor:
     """Return the column [total, ...] of a field; ``first`` is the row at which each sample's values begin."""
-    has = np.array([value is not None for value in values])
-    known, first = [value for value in values if value is not None], first[has]
+    first, known = first[[value is not None for value in values]], [value for value in values if value is not None]
     out = np.full((total, *np.shape(known[0])[1:]), spec.pad, spec.dtype)
     if are_columns(known):
-        out[_inside(first, _numbers([len(value) for value in known]), total)] = _join(known, spec.dtype)
+        out[_inside(first, np.array([len(value) for value in known], np.int64), total)] = _join(known, spec.dtype)
     else:
         for at, value in zip(first.tolist(), known, strict=True):
             out[at : at + len(value)] = np.asarray(value, spec.dtype)
