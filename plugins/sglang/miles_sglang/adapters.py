@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.plugin import MilesError
+from miles_sglang.adapter_layout import ALL_EXPERTS, EXPERT_PARAMETERS, convert
 from miles_sglang.answers import Answer
 from miles_sglang.link import SglangError
 
@@ -32,13 +33,16 @@ ADAPTER = "adapter"
 _LEAVE_SECONDS = 30.0
 
 
-def adapter_arguments(options: Sequence[Any]) -> dict[str, Any]:
+def adapter_arguments(options: Sequence[Any], experts: bool = False) -> dict[str, Any]:
     """Return SGLang's arguments for one adapter per policy. The next version of one is loaded before the previous one is unloaded.
 
     Args:
         options: the options of each policy's adapter (``rank``, ``target_modules``).
+        experts: whether one of them adapts joined experts.
     """
     targets = {name.rpartition(".")[2] for each in options for name in each.target_modules}
+    if experts:  # SGLang adapts a layer of experts only if both are targets
+        targets = {*targets, *EXPERT_PARAMETERS} - {ALL_EXPERTS}
     return {
         "enable_lora": True,
         "max_lora_rank": max(each.rank for each in options),
@@ -92,7 +96,7 @@ class ServedAdapter:
         Raises:
             MilesError: SGLang rejected it; the previous adapter remains.
         """
-        name = "" if message["config"] is None else await self._add(message, version)
+        name = "" if message["config"] is None else await self._add(_converted(message), version)
         previous, self._name, self._version = self._name, name, version
         if previous:
             await self._call("unload_lora_adapter", {"lora_name": previous})
@@ -119,3 +123,9 @@ class ServedAdapter:
             return await self._call("load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
         finally:
             shutil.rmtree(path)
+
+
+def _converted(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the adapter as SGLang loads it."""
+    config, tensors = convert(message["config"], message["tensors"])
+    return {**message, "config": config, "tensors": tensors}

@@ -13,6 +13,7 @@ from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
+from miles_sglang.adapter_layout import names_experts
 from miles_sglang.adapters import adapter_arguments
 from miles_sglang.capture import graph_arguments
 from miles_sglang.choices import Choices
@@ -109,7 +110,11 @@ def _choices(run: Any, policy: Any) -> Choices:
     if run.config_of(policy).run.transport != "adapter":
         return own
     options = [run.config_of(each).plugin("lora") for each in _sharing(run, policy, own)]
-    return replace(own, arguments={**adapter_arguments(options), **own.arguments})
+    moe = bool(run.plan.fact("model.moe"))
+    experts = any(names_experts(each.target_modules, moe) for each in options)
+    # the other runners that SGLang chooses for some formats and GPUs add no adapters
+    runner = {"moe_runner_backend": "triton"} if experts and run.config_of(policy).rollout.precision != "int4" else {}
+    return replace(own, arguments={**adapter_arguments(options, experts), **runner, **own.arguments})
 
 
 def _sharing(run: Any, policy: Any, own: Choices) -> list[Any]:

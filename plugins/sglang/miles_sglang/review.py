@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
+from miles_sglang.adapter_layout import ALL_EXPERTS, EXPERT_PARAMETERS, names_experts
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
@@ -30,6 +31,8 @@ _JOINED = (
     (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"q_proj", "v_proj"})),
     (frozenset({"gate_proj", "up_proj"}), frozenset({"gate_proj"})),
 )
+#: Runners of experts that add adapters (``srt/lora/layers.py``), and families whose experts have gate and up in alternating rows.
+_ADAPTING, _INTERLEAVED = ("triton", "marlin"), ("gpt_oss",)
 #: Model type -> why SGLang 0.5.17 cannot take processed images of it.
 REFUSED = {
     "glm4v": "SGLang 0.5.17 ignores the sizes of processed images in this family, so its positions would be wrong",
@@ -48,6 +51,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),
+        *_adapted_experts(facts),
         *_gpus(facts),
         *_machines(facts),
         *find_size_problems(facts, model),
@@ -101,6 +105,43 @@ def _adapted(facts: Facts) -> Iterator[Problem]:
                 needs = f"{','.join(sorted(needed))} in --lora-target-modules"
                 yield Problem("sglang", needs, why, (describe_fact(fact),), choices=("lora.target_modules",))
                 return
+
+
+def _adapted_experts(facts: Facts) -> Iterator[Problem]:
+    """Report adapters of joined experts where SGLang 0.5.17 has no kernels for them, or reads them in another order."""
+    if facts.value("engine") != "sglang" or facts.value("transport") != "adapter":
+        return
+    for policy in facts.policies:
+        own = facts.scope(policy)
+        names = [name.strip() for name in str(own.value("lora.target_modules")).split(",")]
+        if not names_experts(names, bool(own.value("model.moe"))):
+            continue
+        unknown = [n for n in names if "expert" in n and n.rpartition(".")[2] not in (*EXPERT_PARAMETERS, ALL_EXPERTS)]
+        checks = (
+            ("lora.target_modules", bool(unknown), f"it adapts the experts' {' and '.join(EXPERT_PARAMETERS)} only"),
+            ("model.device", not _has_gpu(own), "its kernels for adapters of experts are written in Triton for GPUs"),
+            ("model.type", own.value("model.type") in _INTERLEAVED, "it has gate and up of these experts in turns"),
+            (
+                "sglang.moe_runner_backend",
+                own.value("sglang.moe_runner_backend") not in (None, "", "auto", *_ADAPTING),
+                f"of its runners of experts, {' and '.join(_ADAPTING)} add adapters",
+            ),
+            (
+                "sglang.moe_a2a_backend",
+                own.value("sglang.moe_a2a_backend") not in (None, "", "none"),
+                "these dispatchers pass tokens to runners that add no adapters",
+            ),
+        )
+        for name, wrong, why in checks:
+            if wrong:
+                needs = "adapters of joined experts that SGLang 0.5.17 can add, or --lora-sync merged"
+                described = describe_fact(own.lookup(name)), describe_fact(own.lookup("lora.target_modules"))
+                yield Problem("sglang", needs, why, tuple(dict.fromkeys(described)), choices=(name,))
+
+
+def _has_gpu(facts: Facts) -> bool:
+    """Whether SGLang runs on a GPU, as far as the plan knows."""
+    return facts.value("model.device") != "cpu" and facts.value("gpu.count") != 0
 
 
 def _python_path(facts: Facts) -> Iterator[Problem]:

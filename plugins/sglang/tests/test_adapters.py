@@ -18,7 +18,7 @@ import miles_sglang
 from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError, PlanError
 from miles_formats import Codec
-from miles_sglang import build
+from miles_sglang import build, review
 from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_sglang.shared import SharedServer
@@ -61,6 +61,21 @@ def test_only_adapters_travel_and_sglang_applies_the_newest(double: types.Simple
     assert not any((run.directory / "sglang" / "weights").iterdir())
     arguments = double.link.arguments
     assert arguments["enable_lora"] and (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (8, ["all"])
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_use_rslora": True}])
+def test_adapters_of_experts_arrive(
+    double: types.SimpleNamespace, toy_run: Any, monkeypatch: Any, more: dict[str, Any]
+) -> None:
+    """The double loads adapters as SGLang does, a pair per expert, and its log-probabilities are those of the trainer."""
+    monkeypatch.setattr(review, "_has_gpu", lambda facts: True)
+    options = {**RUN, **more, "family": "qwen3_moe", "lora_target_modules": "all-experts", "lora_rank": 3}
+    run = toy_run(["lora"], steps=2, verify_logprobs=True, **options)
+    arguments = double.link.arguments
+    assert arguments["lora_target_modules"] == ["down_proj", "gate_up_proj"]
+    assert arguments["moe_runner_backend"] == "triton"
+    assert all(step["verify/abs_log_prob"] < 1e-5 for step in run.metrics) and run.metrics[-1]["verify/moved"] > 0.99
+    assert run.metrics[-1]["train/lora_delta_norm"] > 0.05
 
 
 TURNS = """
