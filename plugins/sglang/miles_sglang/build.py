@@ -22,17 +22,16 @@ from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.images import ImageReader
 from miles_sglang.link import Link
-from miles_sglang.member import Model
 from miles_sglang.memory import default_share
-from miles_sglang.pool import connect_pool
-from miles_sglang.pool_metrics import report_news
+from miles_sglang.pool import SAME, connect_pool
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
-from miles_sglang.shared import SharedServer, share
+from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
 from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers.servers import SameModel, Shared, report_news, share
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ _STATES = "SGLANG_MAMBA_CONV_DTYPE"
 #: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
-SERVERS = StateKey[dict[str, SharedServer]]()
+SERVERS = StateKey[dict[str, Shared[Link]]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
@@ -87,7 +86,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
     codec = make_codec(run, policy)
     engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
-    report_news(run, engine.link)
+    report_news(run, "sglang", engine.link.news)
     return engine
 
 
@@ -173,7 +172,7 @@ def assemble(
     early: dict[Path, Spawned] | None = None,
     codec_of: Callable[[str], Codec] | None = None,
     processor: ImageProcessor | None = None,
-    shared: dict[str, SharedServer] | None = None,
+    shared: dict[str, Shared[Link]] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -190,9 +189,9 @@ def assemble(
     config = language_config(checkpoint)
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    model = Model(Path(checkpoint), config, receives=shared is None)
+    model = SameModel(Path(checkpoint), config, "--sglang-url", "SGLang", SAME, receives=shared is None)
     connect = partial(_connect, choices, served, context, model, directory, early)
-    link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
+    link = connect() if shared is None else SharedLink(share(shared, _base_of(checkpoint, served, choices), connect))
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
@@ -242,7 +241,7 @@ def _connect(
     choices: Choices,
     served: Served,
     context: int,
-    model: Model,
+    model: SameModel,
     directory: Path,
     early: dict[Path, Spawned] | None,
 ) -> Link:

@@ -11,14 +11,14 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.adapter_layout import ALL_EXPERTS, EXPERT_PARAMETERS, names_experts
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
-from miles_sglang.server_list import ServerList
+from miles_workers.servers import find_url_problems
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -46,8 +46,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_architecture(facts, model or {}),
         *_images(facts),
         *_python_path(facts),
-        *_address(facts),
-        *_several_processes(facts),
+        *find_url_problems(facts, "sglang"),
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),
@@ -203,30 +202,6 @@ def _machines(facts: Facts) -> Iterator[Problem]:
         choices=names[:2],
         tries=lambda: [{"rollout.precision": "fp8"}],
     )
-
-
-def _address(facts: Facts) -> Iterator[Problem]:
-    """Report addresses of servers that cannot be used."""
-    if not (listed := facts.value("sglang.url")):
-        return
-    try:
-        ServerList(str(listed).split(",")).read()
-    except ConfigError as error:
-        needs = "addresses like http://host:30000, or a file of them"
-        yield Problem("sglang", needs, str(error), (describe_fact(facts.lookup("sglang.url")),))
-
-
-def _several_processes(facts: Facts) -> Iterator[Problem]:
-    """Report several processes of the run that would each send all weights to the same servers, and pause all of them."""
-    names = ("ray.rollout_num_gpus", "ray.rollout_num_gpus_per_engine")
-    if not facts.value("plugin.ray") or not facts.value("sglang.url") or facts.value("transport") == "adapter":
-        return
-    gpus, per_engine = (facts.value(name) for name in names)
-    if gpus and per_engine and gpus > per_engine:
-        why = "one process of the run distributes requests and weights over all servers of --sglang-url"
-        values = tuple(describe_fact(facts.lookup(name)) for name in (*names, "sglang.url"))
-        tries = [{names[0]: per_engine}]
-        yield Problem("sglang", "one engine", why, values, choices=names[:1], tries=lambda: tries)
 
 
 def _draft(facts: Facts) -> Iterator[Problem]:

@@ -21,8 +21,9 @@ from miles_formats import Codec
 from miles_sglang import build, review
 from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
-from miles_sglang.shared import SharedServer
+from miles_sglang.link import Link
 from miles_testing import tiny_checkpoint
+from miles_workers.servers import Shared
 
 pytest.importorskip("miles_lora")
 pytest.importorskip("peft")
@@ -122,7 +123,7 @@ def test_all_policies_survive_a_restart_of_their_sglang(double: types.SimpleName
 
 def test_a_sync_of_one_policy_leaves_the_requests_of_another(double: types.SimpleNamespace, tmp_path: Path) -> None:
     """Two engines over one SGLang: one generates while the other aborts, is paused and receives an adapter; then an adapter is missing."""
-    checkpoint, servers = tiny_checkpoint("qwen3", tmp_path / "model"), dict[str, SharedServer]()
+    checkpoint, servers = tiny_checkpoint("qwen3", tmp_path / "model"), dict[str, Shared[Link]]()
     loras = {"enable_lora": True, "max_lora_rank": 4, "max_loaded_loras": 3}
 
     def make() -> SglangEngine:

@@ -56,7 +56,7 @@ def test_policies_train_adapters_on_one_sglang(tmp_path, schedule):
     done = toy_run(["lora"], tmp_path / "run", steps=4, hf_checkpoint=checkpoint, **LORA, **options)
     first, last = done.metrics[0], done.metrics[-1]
     assert [part.engine.version for part in done.parts] == [4, 4, 0]
-    assert len({id(part.engine.link._server) for part in done.parts}) == 1, "one SGLang"
+    assert len({id(part.engine.link._use._shared) for part in done.parts}) == 1, "one SGLang"
     for name, part in zip(("solver", "judge"), done.parts, strict=False):
         assert last[f"{name}/train/lora_delta_norm"] > first[f"{name}/train/lora_delta_norm"] > 0
         assert last[f"{name}/train/ref_kl"] > 1e-3, "the adapters change the policy"
