@@ -47,7 +47,6 @@ STAGES = {
     "requests": [
         "miles_core/rollout/generate.py",
         "miles_core/rollout/requests.py",
-        "miles_core/rollout/keys.py",
     ],
     "checks": ["miles_core/contracts/engine.py"],
     "hooks": ["miles_core/plugin/", "miles_core/contracts/boundaries.py"],

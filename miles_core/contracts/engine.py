@@ -65,7 +65,7 @@ class Request:
     Attributes:
         tokens: the prompt's token ids, never empty.
         sampling: the sampling parameters.
-        key: key of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend only on (run seed,
+        key: key of the engine call (``rollout.requests``), unique among requests in flight; random numbers depend only on (run seed,
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.

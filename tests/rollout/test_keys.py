@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import MilesError
-from miles_core.rollout.keys import FIRST_EVALUATION, FIRST_PROBE, MAX_CALLS, MAX_SAMPLES, RequestKeys, request_key
+from miles_core.rollout.requests import FIRST_EVALUATION, FIRST_PROBE, MAX_CALLS, MAX_SAMPLES, RequestKeys, request_key
 from miles_embedded.engine.engine import EmbeddedEngine
 
 SAMPLES = st.one_of(
