@@ -38,7 +38,7 @@ from miles_core.errors import CheckpointError, ConfigError, DataError
 from miles_core.observe.hints import hints_of
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
-from miles_core.rollout.generate import EngineRequests
+from miles_core.rollout.requests import EngineRequests
 from miles_core.rollout.sampling import training_sampling
 from miles_core.rollout.transcript import add_response
 from miles_core.run.directory import claim_directory

@@ -10,18 +10,17 @@ from miles_core.contracts.engine import Engine, Request, Response, Sampling
 
 def start(
     engine: Engine, prompts: list[list[int]], sampling: Sampling, first_key: int = 0, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
-    """Start requests with consecutive keys from ``first_key``; returns their tasks."""
-    loop = asyncio.get_running_loop()
+) -> list[asyncio.Future[Response]]:
+    """Start requests with consecutive keys from ``first_key``; returns their futures."""
     return [
-        loop.create_task(engine.generate(Request(list(p), sampling, key=first_key + i, extras=set(extras or ()))))
+        asyncio.ensure_future(engine.generate(Request(list(p), sampling, key=first_key + i, extras=set(extras or ()))))
         for i, p in enumerate(prompts)
     ]
 
 
 async def start_and_wait(
     engine: Engine, prompts: list[list[int]], sampling: Sampling, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
+) -> list[asyncio.Future[Response]]:
     """Start requests and wait until the first of them have run a few steps, that is, until a short request in the same batch is done."""
     short = start(engine, [[9]], replace(sampling, max_new_tokens=5), first_key=999, extras=extras)
     tasks = start(engine, prompts, sampling, extras=extras)

@@ -280,6 +280,9 @@ def work_as_loop(given: argparse.Namespace, reporter: Reporter) -> None:
     from miles_core.cli import train
     from miles_core.observe.metrics import read
 
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "true"  # as for users, who do not set it: ``Worker`` disables it for other libraries
+    )
     split = TimeSplit()
     turns = Turns(given, reporter, split)
     original: Callable[..., Any] = loop.step

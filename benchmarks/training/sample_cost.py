@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
 import json
 import pstats
 import random
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,10 @@ STAGES = {
         "miles_core/data/prompt_file.py",
         "miles_core/data/tokenizer.py",
     ],
-    "requests": ["miles_core/rollout/generate.py", "miles_core/rollout/keys.py"],
+    "requests": [
+        "miles_core/rollout/generate.py",
+        "miles_core/rollout/requests.py",
+    ],
     "checks": ["miles_core/contracts/engine.py"],
     "hooks": ["miles_core/plugin/", "miles_core/contracts/boundaries.py"],
     "transcript": ["miles_core/rollout/transcript.py"],
@@ -151,18 +156,27 @@ def find_stage(frame: Any) -> str:
     if frame.f_code.co_name == "select":
         return "other threads"
     while frame is not None:
-        place = frame.f_code.co_filename.removeprefix(f"{ROOT}/") + ":" + frame.f_code.co_name
-        for stage, parts in STAGES.items() if "/site-packages/" not in place else ():
-            if any(place.startswith(part) or f"/{part}" in place or place.endswith(f":{part}") for part in parts):
-                return stage
+        if stage := stage_of(frame.f_code):
+            return stage
         frame = frame.f_back
     return "loop"
 
 
+@functools.cache  # called every millisecond
+def stage_of(code: CodeType) -> str:
+    """Return the stage of a function; "" if it belongs to that of its caller."""
+    place = code.co_filename.removeprefix(f"{ROOT}/") + ":" + code.co_name
+    for stage, parts in STAGES.items() if "/site-packages/" not in place else ():
+        if any(place.startswith(part) or f"/{part}" in place or place.endswith(f":{part}") for part in parts):
+            return stage
+    return ""
+
+
 def replace_parts() -> None:
     """Replace generation and the trainer's steps by functions that compute nothing."""
+    from miles_core.contracts.answer import Answer
+    from miles_core.contracts.engine import Request, Response
     from miles_core.data.column import FLOATS, TOKENS, Column
-    from miles_core.engine import Request, Response
     from miles_embedded.engine.engine import EmbeddedEngine
     from miles_embedded.trainer.trainer import EmbeddedTrainer
 
@@ -171,8 +185,10 @@ def replace_parts() -> None:
     log_probs = Column.of(-draw.random(RESPONSE), FLOATS)
     text = "w2 " * RESPONSE
 
-    async def generate(self: Any, request: Request) -> Response:
-        return Response(tokens[:], log_probs[:], "length", text, [(0, self.version)])
+    def generate(self: Any, request: Request) -> Answer:
+        answer = Answer([])
+        answer.set_result(Response(tokens[:], log_probs[:], "length", text, [(0, self.version)]))
+        return answer
 
     EmbeddedEngine.generate = generate  # type: ignore[method-assign]
     EmbeddedTrainer.step = lambda *_: {}  # type: ignore[method-assign]

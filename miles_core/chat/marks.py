@@ -14,8 +14,6 @@ OPENINGS = (
 _NAMES = "(?:seed:)?think|thinking|thought|reasoning"
 _BEGIN = re.compile(rf"\s*(?:<(?:{_NAMES})>|\[THINK\])")
 _END = re.compile(rf"</(?:{_NAMES})>|\[/THINK\]|(?<=\S)assistantfinal")
-#: Every end contains one of these. A search for them takes a twentieth of the time of ``_END``.
-_IN_ENDS = ("</", "[/THINK]", "assistantfinal")
 
 
 def strip_reasoning(text: str) -> str:
@@ -23,7 +21,10 @@ def strip_reasoning(text: str) -> str:
 
     For rewards: it knows more marks than ``split_reasoning``, which reads the format of chat templates.
     """
-    ends = [mark.end() for mark in _END.finditer(text)] if any(part in text for part in _IN_ENDS) else []
-    if ends:
-        return text[ends[-1] :]
+    if (
+        "</" in text or "[/THINK]" in text or "assistantfinal" in text
+    ):  # every end contains one; takes a twentieth of the time of ``_END``
+        ends = [mark.end() for mark in _END.finditer(text)]
+        if ends:
+            return text[ends[-1] :]
     return "" if _BEGIN.match(text) else text

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "retract", "in_place"]
 #: Parts of an engine's device memory that ``sleep`` can release independently.
 EnginePart = Literal["weights", "cache"]
+Finish = Literal["stop", "length", "abort"]
+FINISHES = get_args(Finish)
 #: Largest log-probability that rounding explains.
-_ROUNDING = 1e-3
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Request:
     Attributes:
         tokens: the prompt's token ids, never empty.
         sampling: the sampling parameters.
-        key: key of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend only on (run seed,
+        key: key of the engine call (``rollout.requests``), unique among requests in flight; random numbers depend only on (run seed,
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.
@@ -139,7 +141,7 @@ class Response:
 
     tokens: ColumnField
     log_probs: ColumnField
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     text: str = ""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -168,11 +170,11 @@ class Response:
             return f"log_probs that are {describe(self.log_probs)}; expected a list of numbers"
         log_probs = np.asarray(self.log_probs)
         if (
-            count and not -inf < np.minimum.reduce(log_probs) <= np.maximum.reduce(log_probs) <= _ROUNDING
+            count and not -inf < np.minimum.reduce(log_probs) <= np.maximum.reduce(log_probs) <= ROUNDING
         ):  # NaN included
-            worst = next(p for p in self.log_probs if not (isfinite(p) and p <= _ROUNDING))
+            worst = next(p for p in self.log_probs if not (isfinite(p) and p <= ROUNDING))
             return f"the log-probability {worst}; expected finite values of at most 0"
-        if self.finish not in ("stop", "length", "abort"):
+        if self.finish not in FINISHES:
             return f"finish {self.finish!r}; expected stop, length or abort"
         if not count and self.finish != "abort":
             return f"no tokens and finish {self.finish!r}; a finished response has at least one"
@@ -280,8 +282,8 @@ class Engine(ABC):
         """Stop the engine and release all its resources."""
 
     @abstractmethod
-    async def generate(self, request: Request) -> Response:
-        """Generate the continuation of one request. The engine batches concurrent calls."""
+    def generate(self, request: Request) -> Awaitable[Response]:
+        """Generate the continuation of one request; an async method, or one that returns a future. The engine batches concurrent calls."""
 
     @abstractmethod
     async def score(

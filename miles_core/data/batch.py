@@ -227,23 +227,28 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
     A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
-    lengths = _numbers([len(s.tokens) for s in samples])
-    prompts = lengths - _numbers([s.response_length for s in samples])
-    starts = lengths.cumsum() - lengths
+    lengths = np.array([len(s.tokens) for s in samples], np.int64)
+    prompts = lengths - np.array([s.response_length for s in samples], np.int64)
+    starts, total = lengths.cumsum() - lengths, int(lengths.sum())
     batch = Batch(
         tokens=torch.from_numpy(_join([s.tokens for s in samples], "int64")),
         lengths=torch.from_numpy(lengths),
         prompt_lengths=torch.from_numpy(prompts),
-        group=torch.from_numpy(_numbers([s.group_index for s in samples])),
-        rollout=torch.from_numpy(_numbers([s.index if s.rollout_id is None else s.rollout_id for s in samples])),
-        index=torch.from_numpy(_numbers([s.index for s in samples])),
+        group=torch.from_numpy(np.array([s.group_index for s in samples], np.int64)),
+        rollout=torch.from_numpy(
+            np.array([s.index if s.rollout_id is None else s.rollout_id for s in samples], np.int64)
+        ),
+        index=torch.from_numpy(np.array([s.index for s in samples], np.int64)),
         media=tuple(s.media for s in samples) if any(s.media for s in samples) else (),
     )
-    for spec in (*CORE_FIELDS, *declared):
+    recorded = set(_OWN).union(*(s.fields for s in samples if s.fields))
+    if not any(s.remove_sample or s.loss_mask is not None for s in samples):
+        inside = _inside(starts + prompts, lengths - prompts, total)
+        batch.columns["loss_mask"] = torch.from_numpy(inside.astype(np.float32))
+        recorded.remove("loss_mask")
+    for spec in (spec for spec in (*CORE_FIELDS, *declared) if spec.name in recorded):
         own = _OWN.get(spec.name)
         values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
-        if not samples and spec.name == "loss_mask":
-            batch.columns[spec.name] = torch.zeros(0)
         if all(v is None for v in values):
             continue
         if spec.align == "sample":
@@ -253,14 +258,10 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         else:
             first = starts + prompts if spec.align == "response" else starts
             make = _ragged_column if spec.ragged else _column
-            batch.columns[spec.name] = make(spec, first, values, len(batch.tokens))
+            batch.columns[spec.name] = make(spec, first, values, total)
         if spec.align in ("token", "token-1"):
             batch.inputs |= {spec.name}
     return batch
-
-
-def _numbers(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, np.int64)
 
 
 def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
@@ -273,16 +274,21 @@ def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
 
 def _column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Tensor:
     """Return the column [total, ...] of a field; ``first`` is the row at which each sample's values begin."""
-    known = [(at, value) for at, value in zip(first.tolist(), values, strict=True) if value is not None]
-    out = np.full((total, *np.shape(known[0][1])[1:]), spec.pad, spec.dtype)
-    if are_columns(arrays := [value for _, value in known]):
-        borders = np.array([(at, at + len(value)) for at, value in known]).ravel()
-        runs = np.diff(borders, prepend=0, append=total)  # alternating parts without and with values
-        out[np.repeat(np.arange(len(runs)) % 2 == 1, runs)] = _join(arrays, spec.dtype)
+    first, known = first[[value is not None for value in values]], [value for value in values if value is not None]
+    out = np.full((total, *np.shape(known[0])[1:]), spec.pad, spec.dtype)
+    if are_columns(known):
+        out[_inside(first, np.array([len(value) for value in known], np.int64), total)] = _join(known, spec.dtype)
     else:
-        for at, value in known:
+        for at, value in zip(first.tolist(), known, strict=True):
             out[at : at + len(value)] = np.asarray(value, spec.dtype)
     return torch.from_numpy(out)
+
+
+def _inside(first: np.ndarray, counts: np.ndarray, total: int) -> np.ndarray:
+    """Return which of ``total`` rows belong to runs of ``counts`` rows that begin at ``first``, in order."""
+    borders = np.stack([first, first + counts], axis=1).ravel()
+    runs = np.diff(borders, prepend=0, append=total)  # alternating parts outside and inside of them
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
 def _ragged_column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Ragged:

@@ -43,7 +43,9 @@ class Column(array):  # type: ignore[type-arg]
         return Column(self.typecode, found) if isinstance(index, slice) else found
 
     def __add__(self, other: Iterable[Any]) -> Column:
-        return Column(self.typecode, self).__iadd__(other)
+        made = Column(self.typecode, self)
+        made.extend(other)
+        return made
 
     def __radd__(self, other: Iterable[Any]) -> Column:
         return Column(self.typecode, other).__iadd__(self)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.chat.renderer import Renderer
+from miles_core.data.column import Column
 from miles_core.data.media import Media, explain_media, is_empty, is_media_key
 from miles_core.data.media_reader import MediaReader
 from miles_core.data.prompt_file import ChangedFileError, Opener, check_prompt, check_text, open_prompt_file
@@ -41,6 +42,7 @@ class PromptTemplate:
     Attributes:
         renderer: the chat template, also used by rollout functions; None if the tokenizer has none.
         media: expands the placeholders of media in a rendered prompt; None refuses media.
+        known: location of a row -> token ids of its prompt, for rows that were examined before the run.
 
     Args:
         tokenizer: tokenizer of the trained model.
@@ -71,6 +73,7 @@ class PromptTemplate:
             )
         self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
         self.media: Expand | None = None
+        self.known: dict[str, Column] = {}
 
     def encode_texts(self, prompts: list[Any]) -> list[list[int]] | list[None]:
         """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""

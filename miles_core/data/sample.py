@@ -33,8 +33,10 @@ def number(reward: Any, reward_key: str | None) -> float:
         DataError: not a number, NaN or infinite, or a dict without ``reward_key``. The message is a predicate ("is nan; ..."); the
             caller prepends the subject.
     """
+    if type(reward) is float and -LARGEST <= reward <= LARGEST:
+        return reward
     value = reward
-    if type(reward) is not float and isinstance(reward, Mapping):
+    if isinstance(reward, Mapping):
         if reward_key is None:
             raise DataError(f"is a dict with keys {_keys(reward)}; name the one to train on with --reward-key")
         if reward_key not in reward:
@@ -215,16 +217,12 @@ class Sample:
     def copy_pending(self, index: int) -> Sample:
         """Copy a sample without a response as number ``index`` of the same prompt. The copies share only label and media."""
         made = object.__new__(type(self))
-        prompt = self.prompt if isinstance(self.prompt, str) else copy.deepcopy(self.prompt)
-        metadata = copy.deepcopy(self.metadata) if self.metadata else {}
-        own = {
-            "prompt": prompt,
-            "metadata": metadata,
-            "tokens": copy.copy(self.tokens),
-            "weight_versions": [],
-            "fields": {},
-        }
-        made.__dict__.update(self.__dict__, **own, index=index)
+        own = made.__dict__
+        own.update(self.__dict__)
+        if type(self.prompt) is not str:
+            own["prompt"] = copy.deepcopy(self.prompt)
+        own["metadata"] = copy.deepcopy(self.metadata) if self.metadata else {}
+        own["tokens"], own["weight_versions"], own["fields"], own["index"] = Column(TOKENS, self.tokens), [], {}, index
         return made
 
     @classmethod

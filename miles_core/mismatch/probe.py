@@ -17,8 +17,8 @@ from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
-from miles_core.rollout.keys import FIRST_PROBE
 from miles_core.rollout.queue import open_prompts
+from miles_core.rollout.requests import FIRST_PROBE
 from miles_core.rollout.sampling import training_sampling
 from miles_core.rollout.transcript import Transcript
 

@@ -91,8 +91,6 @@ class RewardFunction:
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def __call__(self, args: Any, scored: Any) -> Any:
-        if self.rule is not None:
-            return self.rule(scored.response, scored.label)
         own = Namespace()  # the function may change its options
         own.__dict__.update(vars(args))
         loop = asyncio.get_running_loop()
@@ -143,6 +141,9 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
     if reward.scope == "group":
         await _score_group(samples, reward, args)
         return
+    if reward.rule is not None:
+        apply_rule(samples, reward, args)
+        return
     if len(samples) == 1:
         await _score_one(samples[0], reward, args)
         return
@@ -154,12 +155,27 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
             await asyncio.gather(*left, return_exceptions=True)
 
 
+def apply_rule(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:
+    """Set and validate rewards as ``score`` does, with the function's ``rule``, which waits for nothing."""
+    assert reward.rule is not None
+    who, key = _who(reward), _key(args)
+    for sample in samples:
+        if sample.reward is not None:
+            _keep(sample, sample.reward, _PRESET, key)
+            continue
+        try:
+            value = reward.rule(sample.response, sample.label)
+        except Exception as error:
+            raise _failure(reward, error, f"sample {sample.index}") from error
+        _keep(sample, value, who, key)
+
+
 async def _score_one(sample: Any, reward: RewardFunction, args: Any) -> None:
     if sample.reward is not None:
-        _keep(sample, sample.reward, _PRESET, args)
+        _keep(sample, sample.reward, _PRESET, _key(args))
         return
     value = await _call(reward, args, sample, [sample], f"sample {sample.index}")
-    _keep(sample, value, _who(reward), args)
+    _keep(sample, value, _who(reward), _key(args))
 
 
 async def _score_group(samples: list[Any], reward: RewardFunction, args: Any) -> None:
@@ -176,9 +192,13 @@ async def _score_group(samples: list[Any], reward: RewardFunction, args: Any) ->
             )
     for i, sample in enumerate(samples):
         if sample.reward is None:
-            _keep(sample, values[i], _who(reward), args)
+            _keep(sample, values[i], _who(reward), _key(args))
         else:
-            _keep(sample, sample.reward, _PRESET, args)
+            _keep(sample, sample.reward, _PRESET, _key(args))
+
+
+def _key(args: Any) -> str | None:
+    return getattr(args, "reward_key", None)
 
 
 _PRESET = "the generate function that set it"
@@ -193,12 +213,8 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     tokens = [getattr(sample, "tokens", ())[:] for sample in samples]
     try:
         value = await reward(args, scored)
-    except DataError as error:
-        raise DataError(f"{what}, scored by {_who(reward)}: {error}") from error
     except Exception as error:
-        name, _, message = describe_error(error).partition(": ")
-        text = (f": {message}" if message else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise DataError(f"{_who(reward)} raised {name} on {what}{text}") from error
+        raise _failure(reward, error, what) from error
     for sample, before in zip(samples, tokens, strict=True):
         if getattr(sample, "tokens", ()) != before:
             raise DataError(
@@ -208,9 +224,18 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     return value
 
 
-def _keep(sample: Any, value: Any, who: str, args: Any) -> None:
+def _failure(reward: RewardFunction, error: Exception, what: str) -> DataError:
+    """Return the error to raise for one that a reward function raised on ``what``."""
+    if isinstance(error, DataError):
+        return DataError(f"{what}, scored by {_who(reward)}: {error}")
+    name, _, message = describe_error(error).partition(": ")
+    text = (f": {message}" if message else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return DataError(f"{_who(reward)} raised {name} on {what}{text}")
+
+
+def _keep(sample: Any, value: Any, who: str, reward_key: str | None) -> None:
     try:
-        checked = number(value, getattr(args, "reward_key", None))
+        checked = number(value, reward_key)
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
     sample.reward = valid_data(value) if isinstance(value, dict) else checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from miles_core.data.batch import means
 from miles_core.data.sample import Sample, Status, number
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
-from miles_core.reward.reward import RewardFunction, score
+from miles_core.reward.reward import RewardFunction, apply_rule, score
 from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.queue import Prompt, PromptQueue
 
@@ -242,11 +242,18 @@ class Scorer:
         self.by_sample = all(function.scope == "sample" for function in (reward_of.values() if reward_of else [reward]))
         self._options = run.config.args
 
+    def start(self, samples: list[Sample], evaluation: bool = False) -> Coroutine[Any, Any, None] | None:
+        """Set rewards as a call does: at once, which returns None, if a rule computes them, otherwise in the returned coroutine."""
+        if self.reward_of or self.reward.rule is None:
+            return self(samples, evaluation)
+        apply_rule(self._find_usable(samples, evaluation), self.reward, self._options)
+        return None
+
     async def __call__(self, samples: list[Sample], evaluation: bool = False) -> None:
         """Set the rewards of samples of one group that did not fail, of all of them unless ``by_sample``. If one was aborted, only an
         ``evaluation`` scores them."""
-        usable = [s for s in samples if s.status is not Status.FAILED]
-        if not usable or not (evaluation or all(s.status is not Status.ABORTED for s in usable)):
+        usable = self._find_usable(samples, evaluation)
+        if not usable:
             return
         if not self.reward_of:
             await score(usable, self.reward, self._options)
@@ -254,6 +261,10 @@ class Scorer:
         for policy in self.run.policies:
             if policy.role == "train" and (mine := self.run.select_policy(policy, [usable])):
                 await score(mine, self.reward_of[policy.name], self._options)
+
+    def _find_usable(self, samples: list[Sample], evaluation: bool) -> list[Sample]:
+        usable = [s for s in samples if s.status is not Status.FAILED]
+        return usable if evaluation or all(s.status is not Status.ABORTED for s in usable) else []
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
 from miles_core.rollout.collect import by_policy, reward_parts
-from miles_core.rollout.keys import FIRST_EVALUATION
 from miles_core.rollout.queue import Prompt, RenderRows
+from miles_core.rollout.requests import FIRST_EVALUATION
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

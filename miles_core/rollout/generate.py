@@ -1,35 +1,25 @@
-"""Generates the samples of a prompt: calls a rollout function, sends its requests to engines and records their responses."""
+"""Generates the samples of a prompt: calls a rollout function, and records the responses to its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from miles_core.contracts.answer import Answer
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
-from miles_core.data.column import TOKENS, Column, as_column, join_columns
-from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
-from miles_core.errors import DataError, MilesError, describe
-from miles_core.plugin.boundary import Guard
+from miles_core.errors import DataError
 from miles_core.rollout.collect import Scorer
-from miles_core.rollout.continuation import (
-    can_continue,
-    check_samples,
-    cut_at_stop,
-    join_parts,
-    partial_rollout,
-)
+from miles_core.rollout.continuation import check_samples
 from miles_core.rollout.function import GenerationClient, RolloutFunction, SingleTurn
-from miles_core.rollout.keys import RequestKeys
+from miles_core.rollout.requests import EngineRequests
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.transcript import add_response
 from miles_core.rollout.versions import mask_older
@@ -39,11 +29,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
 
-#: The run stops after this many consecutive aborted responses from which a request cannot continue.
-FRUITLESS = 100
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Functions:
     """The rollout functions of a run.
 
@@ -71,145 +58,64 @@ class Functions:
             )
         return name, self.by_name[name]
 
-
-def find_ids_without_token(tokenizer: Any, vocabulary: int) -> np.ndarray | None:
-    """Return which of the model's ids the tokenizer does not have, bool [vocabulary]; None if it has all. Output layers are often padded."""
-    known = np.fromiter(tokenizer.get_vocab().values(), np.int64)
-    missing = np.ones(vocabulary, bool)
-    missing[known[known < vocabulary]] = False
-    return missing if missing.any() else None
+    def take_turns(self, samples: Sequence[Sample]) -> bool:
+        """Whether ``SingleTurn`` generates all of these samples."""
+        return all(type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1]))
 
 
-class EngineRequests:
-    """Sends the requests of samples to engines, and continues those that an engine aborts.
+class Arrivals:
+    """Futures in the order in which they are done. Those of the same iteration of the event loop, such as the responses of rows that end in
+    the same step of an engine, arrive together."""
 
-    Args:
-        run: for hooks, fields and configuration.
-        engines: name of a generating policy -> its engine.
-        sampling: the default sampling parameters.
-        answers: collects statistics of requests, metric -> (sum, count).
-    """
+    def __init__(self) -> None:
+        self._futures: list[asyncio.Future[Any]] = []
+        self._done: list[asyncio.Future[Any]] = []
+        self._news, self._open = asyncio.Event(), 0
 
-    def __init__(
-        self, run: Run, engines: Mapping[str, Engine], sampling: Sampling, answers: dict[str, tuple[float, float]]
-    ) -> None:
-        self.run, self.engines, self.answers, self.keys = run, engines, answers, RequestKeys()
-        extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
-        self.extras = frozenset(extras)
-        self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
-        self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
-        self.policies = {policy.name: policy for policy in run.policies}
+    def add(self, awaited: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
+        future = awaited if isinstance(awaited, Answer) else asyncio.ensure_future(awaited)
+        self._futures.append(future)
+        self._open += 1
+        if not isinstance(future, Answer):
+            future.add_done_callback(self._note)
+        elif future.done():
+            self._note(future)
+        else:
+            future.receiver = self._note
+        return future
 
-    def start(
-        self,
-        number: int,
-        group: int,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        policy: str,
-        media: tuple[Media, ...] = (),
-    ) -> Awaitable[Response]:
-        """Return the response to ``tokens`` of a sample, to be awaited. Its key follows from the order of these calls."""
-        return self._complete(number, group, media, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
+    async def next(self) -> list[asyncio.Future[Any]]:
+        """Return the futures that are done since the last call, after waiting for at least one; [] if there are no more."""
+        if not self._open:
+            self._futures.clear()  # answers refer to their receiver
+            return []
+        await self._news.wait()
+        self._news.clear()
+        arrived, self._done = self._done, []
+        self._open -= len(arrived)
+        return arrived
 
-    async def abort(self, samples: Iterable[int]) -> None:
-        """Make the engines abort all requests of these samples."""
-        keys = self.keys.keys_of(samples)
-        for engine in self.engines.values():
-            await engine.abort(keys)
+    async def cancel(self) -> None:
+        """Cancel what is not done, and wait for its end. No error of these futures is reported any more."""
+        for future in self._futures:
+            future.cancel()
+        await asyncio.gather(*self._futures, return_exceptions=True)
+        self._futures.clear()
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    async def _complete(
-        self,
-        number: int,
-        group: int,
-        media: tuple[Media, ...],
-        tokens: Column,
-        sampling: Sampling,
-        policy: str,
-        key: int,
-    ) -> Response:
-        """Generate one complete response, continuing it with further requests if the engine aborts it.
-
-        With ``--partial-rollout`` a response may continue under new weights. Otherwise all its tokens come from one weight version:
-        the response starts again if the weights changed. All requests draw their random numbers from ``key``. ``on_request`` runs
-        before each request is sent.
-        """
-        engine = self._engine(number, policy)
-        parts: list[Response] = []
-        fruitless = 0
-        while fruitless < FRUITLESS:
-            generated, rest = join_columns(part.tokens for part in parts), sampling
-            if parts:
-                rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
-            request = Request(
-                tokens + generated, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media
-            )
-            response = await self._send(engine, request)
-            if response.finish == "abort" and not can_continue(response, request):
-                fruitless += 1
-                continue
-            parts.append(response)
-            cut_at_stop(parts, sampling.stop, self.run.fields, self.decode)
-            if _has_several_versions(parts) and not partial_rollout(self.run.config):
-                parts.clear()
-                fruitless += 1
-            elif parts[-1].finish != "abort":
-                return self._count_unknown(join_parts(parts, sampling.stop, self.run.fields, self.decode))
-            else:
-                fruitless = 0
-        raise MilesError(
-            f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
-            "see the engine's log"
-        )
-
-    async def _send(self, engine: Engine, request: Request) -> Response:
-        """Send one request and check the response."""
-        self.run.hooks.on("on_request", run=self.run, policy=self.policies[request.policy], request=request)
-        start = time.perf_counter()
-        response = await engine.generate(request)
-        self.run.clock.record("engine request", start)
-        self._check_response(request, response)
-        if response.metrics:
-            prefix = "engine" if len(self.engines) == 1 else f"{request.policy}/engine"
-            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
-        if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
-            response.finish = "length"
-        return response
-
-    def _count_unknown(self, response: Response) -> Response:
-        """Count the ids that have no token in the tokenizer; returns the response."""
-        tokens = response.tokens
-        if self._without_token is not None and tokens:
-            unknown = int(self._without_token[np.asarray(tokens)].sum())
-            add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(tokens)))})
-        return response
-
-    def _check_response(self, request: Request, response: Any) -> None:
-        """Check an engine's response; raises PluginError, which names the plugin that provides the engine."""
-        if not isinstance(response, Response):
-            self._guard.accept(f"it returned {describe(response)}; expected a Response from Engine.generate")
-        if fault := response.find_fault(request, self.vocabulary):
-            self._guard.accept(f"the response has {fault}")
-
-    @functools.cached_property
-    def _guard(self) -> Guard:
-        name = self.run.config.run.engine
-        return Guard(self.run.hooks.provider("engine", name), f"make_engine ({name})")
-
-    def _engine(self, number: int, policy: str) -> Engine:
-        if policy not in self.engines:
-            raise DataError(
-                f"sample {number} asks the policy {policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
-            )
-        return self.engines[policy]
+    def _note(self, future: asyncio.Future[Any]) -> None:
+        self._done.append(future)
+        self._news.set()
 
 
-def _has_several_versions(parts: Sequence[Response]) -> bool:
-    return len({version for part in parts for _, version in part.weight_versions}) > 1
+#: A sample, its request, the request as ``on_request`` changed it, and the response.
+Answered = tuple[Sample, Request, Request, Response]
+#: Receives finished samples; returns what is left to do for them, or None.
+Finish = Callable[[list[Sample]], Coroutine[Any, Any, None] | None]
+
+
+def _nothing(samples: list[Sample]) -> None:
+    """``Finish`` of samples for which nothing is left to do."""
 
 
 class Generator:
@@ -235,28 +141,85 @@ class Generator:
         self.answers = {} if answers is None else answers
         self.requests = EngineRequests(run, engines, sampling, self.answers)
         self._trains = {policy.name for policy in run.policies if policy.role == "train"}
+        self._masks_older = run.config.rollout.mask_offpolicy_in_partial_rollout
         limit = run.config.rollout.max_concurrent_samples
-        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        self.slots = asyncio.Semaphore(limit) if limit else None
+        required = any(spec.required for spec in run.fields)
+        self._checks = bool(required or run.hooks.implemented["on_sample"] or self._masks_older)
 
     async def generate(self, sample: Sample) -> list[Sample]:
         """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
-        number = sample.index
         name, function = self.functions.of(sample)
-        if not sample.policy:
-            sample.policy = self.run.policy.name
-        async with self._slots:
+        async with self.slots or contextlib.nullcontext():
             if type(function) is SingleTurn:
-                samples = [await self._take_turn(sample)]
+                return await self.take_turns([sample])
+            sample.policy = sample.policy or self.run.policy.name
+            samples = await self._call_function(function, name, sample)
+        self._check(samples)
+        self.requests.keys.forget([sample.index])
+        return samples
+
+    async def take_turns(self, samples: Sequence[Sample], finish: Finish = _nothing) -> list[Sample]:
+        """Generate one turn for each sample, as ``SingleTurn`` does, without a transcript, and without a task for each: most runs generate
+        all samples here. Samples whose responses arrive together are completed together; ``finish`` is called with them."""
+        arrivals, start, name = Arrivals(), time.perf_counter(), self.run.policy.name
+        asked: dict[asyncio.Future[Response], tuple[Sample, Request, Request]] = {}
+        try:
+            for sample in samples:
+                if not sample.policy:
+                    sample.policy = name
+                first = self.requests.make(
+                    sample.index, sample.group_index, sample.tokens, self.sampling, sample.policy, sample.media
+                )
+                sent, answer = self.requests.send(sample.index, first)
+                asked[arrivals.add(answer)] = sample, first, sent
+            while arrived := await arrivals.next():
+                results = [(future, future.result()) for future in arrived]  # raises errors, also of ``later``
+                if answered := [(*asked[future], result) for future, result in results if future in asked]:
+                    self._receive(answered, start, arrivals, finish)
+        except BaseException:
+            await arrivals.cancel()
+            raise
+        return list(samples)
+
+    def _receive(self, answered: Sequence[Answered], start: float, arrivals: Arrivals, finish: Finish) -> None:
+        """Complete samples with the first responses to their requests, which ``arrivals`` returned together."""
+        self.requests.receive([sent for _, _, sent, _ in answered], [response for *_, response in answered], start)
+        whole: list[tuple[Sample, Response]] = []
+        for sample, first, sent, response in answered:
+            if self.requests.is_complete(response):
+                whole.append((sample, response))
             else:
-                samples = await self._call_function(function, name, sample)
+                arrivals.add(self._continue(sample, first, sent, response, finish))
+        if whole and (later := self._complete(whole, finish)) is not None:
+            arrivals.add(later)
+
+    async def _continue(
+        self, sample: Sample, first: Request, sent: Request, response: Response, finish: Finish
+    ) -> None:
+        complete = await self.requests.complete(sample.index, first, (sent, response))
+        if (later := self._complete([(sample, complete)], finish)) is not None:
+            await later
+
+    def _complete(
+        self, answered: Sequence[tuple[Sample, Response]], finish: Finish
+    ) -> Coroutine[Any, Any, None] | None:
+        """Complete samples with their whole responses, and call ``finish``."""
+        self.requests.count_unknown([response for _, response in answered])
+        samples = [add_response(sample, response, self.run.fields) for sample, response in answered]
+        self.requests.keys.forget(sample.index for sample in samples)
+        if self._checks or any(sample.fields for sample in samples):  # the checks of responses cover all others
+            self._check(samples)
+        return finish(samples)
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        """Validate finished samples and call ``on_sample``."""
         for one in samples:
-            if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
+            if self._masks_older:
                 mask_older(one)
             one.validate(self.run.fields)
             if one.status not in (Status.ABORTED, Status.FAILED):
                 self.run.hooks.on("on_sample", run=self.run, sample=one)
-        self.requests.keys.forget([number])
-        return samples
 
     async def abort(self, samples: Collection[int]) -> None:
         """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
@@ -268,12 +231,6 @@ class Generator:
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
         decode, learns = self.requests.decode, self._trains.__contains__
         return GenerationClient(sample, sample.policy, start, self.sampling, tokenizer, renderer, decode, learns)
-
-    async def _take_turn(self, sample: Sample) -> Sample:
-        """Generate as ``SingleTurn`` does, without a transcript: most runs generate all samples here."""
-        number, group, tokens, media = sample.index, sample.group_index, sample.tokens, sample.media
-        response = await self.requests.start(number, group, tokens, self.sampling, sample.policy, media)
-        return add_response(sample, response, self.run.fields)
 
     async def _call_function(self, function: RolloutFunction, name: str, sample: Sample) -> list[Sample]:
         """Call a rollout function, check and complete the returned samples and count what it did; errors name the function and the sample."""
@@ -336,25 +293,29 @@ class LocalProducer(Producer):
 
     async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
         generator = self.evaluating if evaluation else self.training
-        generate = (
-            functools.partial(self._generate_scored, generator, evaluation)
-            if self.score.by_sample
-            else generator.generate
-        )
-        tasks = [asyncio.create_task(generate(sample)) for sample in samples]
-        try:
-            group = [s for made in await asyncio.gather(*tasks) for s in made]
-        finally:
-            if left := [task for task in tasks if task.cancel()]:  # those that are not done
-                await asyncio.gather(*left, return_exceptions=True)
-        if not self.score.by_sample:
+        by_sample = self.score.by_sample
+        finish = functools.partial(self.score.start, evaluation=evaluation) if by_sample else _nothing
+        if generator.slots is None and self.functions.take_turns(samples):
+            group = await generator.take_turns(samples, finish)
+        else:
+            group = await self._call_functions(generator, samples, finish)
+        if not by_sample:
             await self.score(group, evaluation)
         return group
 
-    async def _generate_scored(self, generator: Generator, evaluation: bool, sample: Sample) -> list[Sample]:
-        made = await generator.generate(sample)
-        await self.score(made, evaluation)
-        return made
+    async def _call_functions(self, generator: Generator, samples: Sequence[Sample], finish: Finish) -> list[Sample]:
+        async def generate(sample: Sample) -> list[Sample]:
+            made = await generator.generate(sample)
+            if (later := finish(made)) is not None:
+                await later
+            return made
+
+        tasks = [asyncio.create_task(generate(sample)) for sample in samples]
+        try:
+            return [s for made in await asyncio.gather(*tasks) for s in made]
+        finally:
+            if left := [task for task in tasks if task.cancel()]:  # those that are not done
+                await asyncio.gather(*left, return_exceptions=True)
 
     async def abort(self, samples: Collection[int]) -> None:
         await self.training.abort(samples)

@@ -48,7 +48,7 @@ class Limits:
 
 NO_LIMITS = Limits()
 #: ``render(rows)``: the token ids of each row's prompt, or None to leave the row out.
-RenderRows = Callable[[Sequence[Row]], list[list[int] | None]]
+RenderRows = Callable[[Sequence[Row]], list[Sequence[int] | None]]
 #: Prompts that are tokenised together.
 _AT_ONCE = 1024
 
@@ -91,7 +91,9 @@ def encode_rows(
     """
     longest = config.rollout.max_prompt_len
 
-    def encode(row: Row, text: list[int] | None) -> list[int] | None:
+    def encode(row: Row, text: list[int] | None) -> Sequence[int] | None:
+        if row.place in render.known:
+            return render.known[row.place]
         try:
             if row.fault:
                 raise DataError(row.fault)
@@ -112,7 +114,11 @@ def encode_rows(
             log.warning("%s. The row is left out", error)
             return None
 
-    return lambda rows: [*map(encode, rows, render.encode_texts([row.prompt for row in rows]))]
+    def encode_all(rows: Sequence[Row]) -> list[Sequence[int] | None]:
+        texts = iter(render.encode_texts([row.prompt for row in rows if row.place not in render.known]))
+        return [encode(row, None if row.place in render.known else next(texts)) for row in rows]
+
+    return encode_all
 
 
 def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, label_key: str | None = None) -> Prompts:
@@ -143,8 +149,8 @@ def examine(
 ) -> None:
     """Render every prompt once, and drop prompts longer than ``--rollout-max-prompt-len`` from ``prompts``; log their number.
 
-    Takes about as long as tokenising the files. Of large files, a sample is rendered (``sample_rows``); ``encode_rows`` leaves out the
-    long prompts when they are read.
+    Takes about as long as tokenising the files; ``encode_rows`` does not tokenise these prompts again. Of large files, a sample is rendered
+    (``sample_rows``); ``encode_rows`` leaves out the long prompts when they are read.
 
     Args:
         prompts: result of ``open_prompts``.
@@ -193,7 +199,10 @@ def _measure(
         some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
         texts = render.encode_texts([row.prompt for row in some])
         for number, (row, text) in enumerate(zip(some, texts, strict=True), start):
-            lengths[number] = len(encode_prompt(render, row, limits, text))
+            tokens = encode_prompt(render, row, limits, text)
+            lengths[number] = len(tokens)
+            if prompts.examined and not row.media:
+                render.known[row.place] = as_column(tokens, TOKENS)
             if check is not None:
                 check(row)
             if isinstance(row.prompt, list) and row.prompt[-1].get("role") == "assistant":
@@ -225,7 +234,7 @@ class Prompt:
     media: tuple[Media, ...] = ()
 
     @classmethod
-    def of(cls, row: Row, tokens: list[int], group_index: int) -> Prompt:
+    def of(cls, row: Row, tokens: Sequence[int], group_index: int) -> Prompt:
         """Make the prompt of a row with its token ids."""
         return cls(
             row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy, row.media

@@ -286,7 +286,7 @@ def add_response(sample: Sample, response: Response, declared: Sequence[Field]) 
         status=_STATUS[response.finish],
         weight_versions=[(len(prompt) + i, version) for i, version in response.weight_versions],
     )
-    for spec in declared:
+    for spec in declared if response.extras else ():
         if response.extras.get(spec.name) is not None:
             turn = Turn(None, prompt, response, sample.policy, len(prompt))
             sample.fields[spec.name] = _assemble(spec, sample, [turn])

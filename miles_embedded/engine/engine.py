@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import EnginePart, PauseMode, Request, Response
+from miles_core.contracts.answer import Answer
+from miles_core.contracts.engine import EnginePart, PauseMode, Request
 from miles_core.errors import NonFiniteError
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling
@@ -54,7 +55,7 @@ class EmbeddedEngine(ServedModel, StepEngine):
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.columns = self.scheduler.columns
         self.rows: list[Row] = []
-        self._abandoned: list[Row] = []
+        self._abandoned: list[Answer] = []
         self._joining: list[Row] = []
         self._stopped = False
         self._task: asyncio.Task[None] | None = None
@@ -74,23 +75,19 @@ class EmbeddedEngine(ServedModel, StepEngine):
         await self.sleep(["cache"])
         self._stopped = True
 
-    async def generate(self, request: Request) -> Response:
+    def generate(self, request: Request) -> Answer:
         if self._stopped:
             raise RuntimeError("the engine was stopped; call start first")
-        return await self.submit(request, 0)
+        return self.submit(request, 0)
 
-    async def submit(self, request: Request, variant: int) -> Response:
+    def submit(self, request: Request, variant: int) -> Answer:
         """Generate with a variant of the model, see ``generate``."""
         self.runner.check_media(request.tokens, request.media)
-        row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
+        row = self.scheduler.make_row(request, Answer(self._abandoned))
         row.variant = variant
         self.scheduler.waiting.append(row)
         self.wake_up()
-        try:
-            return await row.future
-        except asyncio.CancelledError:
-            self._abandoned.append(row)
-            raise
+        return row.future
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self.paused = True
@@ -237,8 +234,10 @@ class EmbeddedEngine(ServedModel, StepEngine):
     def _step(self) -> None:
         self._weights.check()
         held = self._find_held()
-        gone, self._abandoned = self._abandoned, []
-        self._leave([row for row in gone if row.slot >= 0])
+        if self._abandoned:
+            gone = {*self._abandoned}
+            self._abandoned.clear()
+            self._leave([row for row in self.rows if row.future in gone])
         try:
             with self._weights.packs.activate():
                 self._admit(held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.contracts.engine import Request, Response
+from miles_core.contracts.answer import Answer
+from miles_core.contracts.engine import Request
 from miles_core.data.column import FLOATS, TOKENS, Column
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_embedded.engine.detokenizer import Decode
@@ -50,7 +50,7 @@ class Row:
     """
 
     request: Request
-    future: asyncio.Future[Response]
+    future: Answer
     prompt_length: int
     limit: int
     stops: frozenset[int]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from miles_core.contracts.answer import Answer
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.column import find_token_fault
 from miles_core.data.field import SAMPLING_SUPPORT
@@ -40,7 +40,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.columns = RowColumns(vocab)
 
-    def make_row(self, request: Request, future: asyncio.Future[Response]) -> Row:
+    def make_row(self, request: Request, future: Answer) -> Row:
         """Make the row of a valid request; MilesError if the request cannot be generated."""
         length, sampling = len(request.tokens), request.sampling
         room = request.room(self.max_context)

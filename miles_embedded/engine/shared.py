@@ -11,7 +11,8 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import PauseMode, Request, Response
+from miles_core.contracts.answer import Answer
+from miles_core.contracts.engine import PauseMode, Request
 from miles_core.errors import MilesError, PluginError, SyncError
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.served_model import ServedModel
@@ -97,11 +98,11 @@ class SharedEngine(ServedModel):
             self.batch.leave(self._variant)
             self._variant = -1
 
-    async def generate(self, request: Request) -> Response:
+    def generate(self, request: Request) -> Answer:
         if self._variant < 0:
             raise RuntimeError("the engine was stopped; call start first")
         self._weights.check()
-        return await self.batch.submit(request, self._variant)
+        return self.batch.submit(request, self._variant)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self.paused = True

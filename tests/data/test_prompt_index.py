@@ -116,6 +116,9 @@ class Letters:
 
     calls = 0
 
+    def __init__(self):
+        self.known = {}
+
     def __call__(self, text, encoded=None):
         self.calls += 1
         return list(map(ord, text))

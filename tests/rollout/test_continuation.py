@@ -145,7 +145,7 @@ def aborting(monkeypatch):
     plain, ticks, aborted = EmbeddedEngine.generate, itertools.cycle([2, 5, 3]), []
 
     async def generate(self, request):
-        task = asyncio.create_task(plain(self, request))
+        task = asyncio.ensure_future(plain(self, request))
         for _ in range(next(ticks)):
             await asyncio.sleep(0)
         await self.abort([request.key])

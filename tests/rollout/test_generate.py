@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.rollout.keys import request_key
+from miles_core.rollout.requests import request_key
 
 WATCH = """
 from miles_core.plugin.marker import hookimpl

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_core.api import samples
-from miles_core.rollout.generate import find_ids_without_token
+from miles_core.rollout.requests import find_ids_without_token
 from miles_testing.tiny import tiny_checkpoint
 from miles_tools.demo.model import make_tokenizer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import MilesError
-from miles_core.rollout.keys import FIRST_EVALUATION, FIRST_PROBE, MAX_CALLS, MAX_SAMPLES, RequestKeys, request_key
+from miles_core.rollout.requests import FIRST_EVALUATION, FIRST_PROBE, MAX_CALLS, MAX_SAMPLES, RequestKeys, request_key
 from miles_embedded.engine.engine import EmbeddedEngine
 
 SAMPLES = st.one_of(
@@ -125,7 +125,7 @@ def test_calls_that_engines_abort_go_on_with_their_own_numbers(candidates, monke
     whole, plain, aborted = candidates(ask), EmbeddedEngine.generate, []
 
     async def generate(self, request):
-        task = asyncio.create_task(plain(self, request))
+        task = asyncio.ensure_future(plain(self, request))
         for _ in range(3):
             await asyncio.sleep(0)
         await self.abort([request.key])  # the call's, and no other of its sample

@@ -18,7 +18,7 @@ class Template:
     """Renders with a function, each prompt on its own."""
 
     def __init__(self, render):
-        self.render = render
+        self.render, self.known = render, {}
 
     def __call__(self, prompt, encoded=None):
         return self.render(prompt)
@@ -124,8 +124,34 @@ def test_chats_that_end_with_an_assistant_message_are_announced(tmp_path, caplog
 class Rendering:
     """A template that writes one token per message."""
 
+    def __init__(self):
+        self.known = {}
+
     def encode_texts(self, prompts):
         return [None] * len(prompts)
 
     def __call__(self, prompt):
         return [0] * len(prompt)
+
+
+def test_examined_prompts_are_not_tokenised_again(tmp_path):
+    path, seen = tmp_path / "d.jsonl", []
+    path.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("ab", "abcd", "c")))
+    config = load(["--rollout-max-prompt-len", "3"], manifests=[])
+    prompts = open_prompts(config, str(path), "--prompt-data")
+
+    def render(text):
+        seen.append(text)
+        return [ord(c) - ord("a") for c in text]
+
+    template = Template(render)
+    examine(prompts, template, config, Limits(), "--prompt-data")
+    encode = queue.encode_rows(template, config, Limits())
+    other = queue.Row("bb", place="elsewhere:1")
+    assert [list(tokens) for tokens in encode([*prompts.next(2), other, *prompts.next(1)])] == [
+        [0, 1],
+        [2],
+        [1, 1],
+        [0, 1],
+    ]
+    assert seen == ["ab", "abcd", "c", "bb"]

@@ -24,14 +24,13 @@ LEARN = (
     "trainer.EmbeddedTrainer.forward",
     "grpo.policy_loss",
 )
-#: From the prompt file to the loss: a row becomes token ids, pending samples, responses, finished and rewarded samples of a step.
+#: From the prompt file to the loss: a row becomes a prompt, pending samples, responses, finished and rewarded samples of a step.
 SAMPLE = (
     "prompt_file.JsonlFile.read",
-    "queue.encode_prompt",
     "queue.Prompt.samples",
     "generate.LocalProducer.produce",
     "engine.EmbeddedEngine.generate",
-    "reward.score",
+    "collect.Scorer.start",
     "collect.Collector.pop",
     "local_learner.LocalLearner.learn",
     "batch.collate",
@@ -75,7 +74,7 @@ def test_from_learn_to_the_loss(step):
 
 
 def test_from_the_prompt_file_to_the_loss(step):
-    check("from the prompt file to the loss", step.way(SAMPLE), 28)
+    check("from the prompt file to the loss", step.way(SAMPLE), 23)
 
 
 def test_from_the_optimizer_to_the_engine(step):

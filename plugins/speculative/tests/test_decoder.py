@@ -137,7 +137,7 @@ def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_ch
 
     async def main():
         requests = [Request([5, 9, 3], Sampling(14), key=i) for i in range(6)]
-        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in requests]
         while len(checked) < 8:
             await asyncio.sleep(0)
         await engine.pause("retract")

@@ -205,7 +205,7 @@ def test_a_pause_amid_a_round(mtp_checkpoint, mode):
         engine = make_engine(mtp_checkpoint(), static)
 
         async def main():
-            tasks = [asyncio.create_task(engine.generate(r)) for r in sent]
+            tasks = [asyncio.ensure_future(engine.generate(r)) for r in sent]
             while not engine.rows or len(engine.rows[0].response) < 5:
                 await asyncio.sleep(0)
             await engine.pause(mode)
@@ -224,7 +224,7 @@ def test_aborted_and_cancelled_rows_leave_the_others_as_they_are(mtp_checkpoint)
     sent = [Request([3, 4, 5], Sampling(30, ignore_eos=True), key=i) for i in range(4)]
 
     async def main():
-        tasks = [asyncio.create_task(engine.generate(r)) for r in sent]
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in sent]
         while not engine.rows or len(engine.rows[0].response) < 4:
             await asyncio.sleep(0)
         await engine.abort([1])

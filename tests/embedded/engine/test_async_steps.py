@@ -136,7 +136,7 @@ def test_new_weights_between_two_steps(small, tmp_path, mode):
         engine = make(small, ahead)
 
         async def main():
-            tasks = [asyncio.create_task(engine.generate(r)) for r in sent]
+            tasks = [asyncio.ensure_future(engine.generate(r)) for r in sent]
             while not engine.rows or len(engine.rows[0].response) < 5:
                 await asyncio.sleep(0)
             await engine.pause(mode)
@@ -156,7 +156,7 @@ def test_aborted_and_cancelled_rows_leave_the_others_as_they_are(small):
     sent = [Request([3, 4, 5], Sampling(20, ignore_eos=True), key=i) for i in range(4)]
 
     async def main():
-        tasks = [asyncio.create_task(engine.generate(r)) for r in sent]
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in sent]
         while not engine.rows or len(engine.rows[0].response) < 4:
             await asyncio.sleep(0)
         await engine.abort([1])

@@ -158,8 +158,8 @@ def test_a_cancelled_request_leaves_the_batch(small):
     engine = EmbeddedEngine(load_model(small), Settings(letters, eos=[1]))
 
     async def main():
-        long = asyncio.create_task(engine.generate(Request([5], Sampling(100, ignore_eos=True), key=0)))
-        short = asyncio.create_task(engine.generate(Request([5], Sampling(6, ignore_eos=True), key=1)))
+        long = asyncio.ensure_future(engine.generate(Request([5], Sampling(100, ignore_eos=True), key=0)))
+        short = asyncio.ensure_future(engine.generate(Request([5], Sampling(6, ignore_eos=True), key=1)))
         for _ in range(4):
             await asyncio.sleep(0)
         long.cancel()
@@ -179,7 +179,7 @@ def test_requests_sent_while_paused_wait(small):
 
     async def main():
         await engine.pause("abort")
-        task = asyncio.create_task(engine.generate(Request([5], Sampling(4, ignore_eos=True))))
+        task = asyncio.ensure_future(engine.generate(Request([5], Sampling(4, ignore_eos=True))))
         for _ in range(5):
             await asyncio.sleep(0)
         waiting = not task.done()
@@ -194,7 +194,7 @@ def test_an_update_with_requests_in_flight_is_a_defect(small):
     engine = EmbeddedEngine(load_model(small), Settings(letters, eos=[1]))
 
     async def main():
-        task = asyncio.create_task(engine.generate(Request([5], Sampling(40, ignore_eos=True))))
+        task = asyncio.ensure_future(engine.generate(Request([5], Sampling(40, ignore_eos=True))))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="pause or abort"):

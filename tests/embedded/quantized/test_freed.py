@@ -56,8 +56,10 @@ def update(engine, trainer, codec=None, version=0):
 
 
 def answer(engine):
-    request = Request([5, 6, 7], Sampling(6, temperature=0.0))
-    response = asyncio.run(engine.generate(request))
+    async def generate():
+        return await engine.generate(Request([5, 6, 7], Sampling(6, temperature=0.0)))
+
+    response = asyncio.run(generate())
     scores = asyncio.run(engine.score([[5, 6, 7, *response.tokens]]))
     return response.tokens, response.log_probs, scores[0].tolist()
 

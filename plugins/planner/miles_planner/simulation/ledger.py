@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from miles_core.rollout.keys import MAX_SAMPLES
+from miles_core.rollout.requests import MAX_SAMPLES
 from miles_planner.simulation.lengths import Lengths
 
 #: Number of points that a timeline keeps at most.
