@@ -45,6 +45,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_python_path(facts),
         *_address(facts),
         *_several_processes(facts),
+        *_several_policies(facts),
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),
@@ -186,6 +187,29 @@ def _several_processes(facts: Facts) -> Iterator[Problem]:
         values = tuple(describe_fact(facts.lookup(name)) for name in (*names, "sglang.url"))
         tries = [{names[0]: per_engine}]
         yield Problem("sglang", "one engine", why, values, choices=names[:1], tries=lambda: tries)
+
+
+def _several_policies(facts: Facts) -> Iterator[Problem]:
+    """Report policies whose whole weights would replace each other on the same servers."""
+    engines = [name for name in facts.policies if facts.value(f"policies.{name}.generates", True)]
+    urls: dict[str, str] = {}
+    for name in engines:
+        own = facts.scope(name)
+        if own.value("engine") != "sglang" or not (listed := own.value("sglang.url")):
+            continue
+        for url in str(listed).split(","):
+            other = urls.setdefault(url.strip(" /"), name)
+            if other == name or (own.value("transport"), facts.scope(other).value("transport")) == ("adapter",) * 2:
+                continue
+            values = tuple(describe_fact(facts.scope(each).lookup(n)) for each in (other, name) for n in ("sglang.url",))
+            why = (
+                f"the policies {other} and {name} would each send all of their weights to these servers and replace the other's: train "
+                "adapters (--plugins lora --lora-sync adapter), or give each policy servers of its own in the configuration file: "
+                f"policies: {{{name}: {{sglang: {{url: ADDRESS}}}}}}"
+            )
+            tries = [{"lora.sync": "adapter"}] if facts.value("plugin.lora") else []
+            yield Problem("sglang", "one policy per server", why, values, choices=("sglang.url",), tries=lambda: tries)
+            return
 
 
 def _draft(facts: Facts) -> Iterator[Problem]:
