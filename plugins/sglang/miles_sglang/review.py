@@ -201,15 +201,20 @@ def _several_policies(facts: Facts) -> Iterator[Problem]:
             other = urls.setdefault(url.strip(" /"), name)
             if other == name or (own.value("transport"), facts.scope(other).value("transport")) == ("adapter",) * 2:
                 continue
-            values = tuple(describe_fact(facts.scope(each).lookup(n)) for each in (other, name) for n in ("sglang.url",))
-            why = (
-                f"the policies {other} and {name} would each send all of their weights to these servers and replace the other's: train "
-                "adapters (--plugins lora --lora-sync adapter), or give each policy servers of its own in the configuration file: "
-                f"policies: {{{name}: {{sglang: {{url: ADDRESS}}}}}}"
-            )
+            values = tuple(describe_fact(facts.scope(each).lookup("sglang.url")) for each in (other, name))
+            why = describe_shared_server(other, name)
             tries = [{"lora.sync": "adapter"}] if facts.value("plugin.lora") else []
             yield Problem("sglang", "one policy per server", why, values, choices=("sglang.url",), tries=lambda: tries)
             return
+
+
+def describe_shared_server(one: str, other: str) -> str:
+    """Explain why two policies that are sent whole cannot be on the same servers, and what to do."""
+    return (
+        f"the policies {one} and {other} would each send all of their weights to the same servers and replace the other's: train adapters "
+        "(--plugins lora --lora-sync adapter), or give each policy servers of its own in the configuration file, "
+        f"policies: {{{other}: {{sglang: {{url: ADDRESS}}}}}}"
+    )
 
 
 def _draft(facts: Facts) -> Iterator[Problem]:
