@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from miles_core.plugin import Fact, Facts
@@ -19,9 +18,22 @@ from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_lora.memory import frozen_parts
 from miles_testing import plan, toy_run
 
-SIZES = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+SIZES = {
+    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 #: Options of the runs: one micro-batch of half a thousand tokens.
-RUN = {"steps": 1, "dtype": "bfloat16", "rollout_max_response_len": 64, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9999}
+RUN = {
+    "steps": 1,
+    "dtype": "bfloat16",
+    "rollout_max_response_len": 64,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 9999,
+}
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
 
 
