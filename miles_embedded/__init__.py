@@ -240,8 +240,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "Frozen engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
-        "wanted_rows",
+        "miles_embedded.memory.usage": "Frozen engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage "
+        "training_of wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",

@@ -175,8 +175,8 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
 def activations(size: ModelSize, how: Training) -> float:
     """Bytes at the peak of a forward and backward pass over one micro-batch.
 
-    A layer keeps the FP32 inputs, the normalised values and the outputs of two norms, queries, keys and values before and after rotation, the attention
-    output, and gate, up, activated gate and product of the feed-forward layer. ``Frozen`` lists what a frozen layer does not keep.
+    A layer keeps the FP32 inputs, the normalised values and the outputs of two norms, queries, keys and values before and after rotation, the
+    attention output, and gate, up, activated gate and product of the feed-forward layer. ``Frozen`` lists what a frozen layer does not keep.
     """
     frozen = how.frozen
     outputs, inner = (4, 4) if frozen is None else (frozen.attention + frozen.feed_forward, 3 + frozen.down)

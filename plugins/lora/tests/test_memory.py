@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -41,7 +42,7 @@ class Kept:
     """A tensor that autograd keeps. Detached, because a result of the operation that keeps it would be part of a cycle."""
 
     total = peak = 0
-    held: Counter[int] = Counter()
+    held: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, tensor):
         self.tensor, self.storage = tensor.detach(), tensor.untyped_storage()

@@ -17,6 +17,6 @@ def test_an_error_of_a_worker_has_its_class_and_traceback():
         raise raised.as_instanceof_cause()
 
     workers = RayWorkers.__new__(RayWorkers)
-    with pytest.raises(RuntimeError, match="^no such axis") as caught:
+    with pytest.raises(RuntimeError, match=r"^no such axis") as caught:
         asyncio.run(workers._answer(0, fail()))
     assert type(caught.value) is RuntimeError and "line 7 of layer.py" in caught.value.__notes__[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,9 @@ def _several_policies(facts: Facts) -> Iterator[Problem]:
                 continue
             values = tuple(describe_fact(facts.scope(each).lookup("sglang.url")) for each in (other, name))
             why = describe_shared_server(other, name)
-            tries = [{"lora.sync": "adapter"}] if facts.value("plugin.lora") else []
-            yield Problem("sglang", "one policy per server", why, values, choices=("sglang.url",), tries=lambda: tries)
+            choices = ("sglang.url", "lora.sync") if facts.value("plugin.lora") else ("sglang.url",)
+            tries = partial(list[dict[str, Any]], [{"lora.sync": "adapter"}] if len(choices) > 1 else [])
+            yield Problem("sglang", "one policy per server", why, values, choices=choices, tries=tries)
             return
 
 
