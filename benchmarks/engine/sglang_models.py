@@ -172,7 +172,8 @@ def flags_of(side: str, given: argparse.Namespace, place: Path, shadow: str) -> 
         if shadow:
             flags += f" --sglang-python-path {shadow}"
         if given.device == "cuda":
-            flags += """ --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
+            attention = "torch_native" if side.startswith("lfm2") else "triton"  # SGLang refuses triton for LFM2
+            flags += f""" --sglang-attention-backend {attention} --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
                 --sglang-mem-fraction-static 0.6 --sglang-disable-prefill-cuda-graph"""
         if "vision_config" in SIDES[side][1] and given.device == "cuda":
             flags += " --sglang-mm-attention-backend sdpa"

@@ -22,7 +22,7 @@ from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.store import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask, same_block
 from miles_embedded.model.indexer import Indexed, choose_in_parts
-from miles_embedded.model.states import Advance, LayerStates
+from miles_embedded.model.states import RECURRENT, STORING, Advance, LayerStates, StoredStates
 
 #: Kind of the cache slabs that store an indexer's keys.
 INDEX = "index"
@@ -335,10 +335,13 @@ def advance_rows(cache: Cache, before: Tensor, after: Tensor, module: Any, hidde
         [1, rows, hidden].
     """
     slabs = cache.own.states[module.layer_idx]
-    states = LayerStates({key: slab.index_select(0, before) for key, slab in slabs.items()})
+    stored = {key for key in slabs if key[0] == RECURRENT} if STORING in module.__dict__ else set()
+    states = LayerStates(
+        {k: StoredStates(v, before, after) if k in stored else v.index_select(0, before) for k, v in slabs.items()}
+    )
     out = compute(hidden[0].unsqueeze(1), states)
-    for key, kept in states.kept.items():
-        slabs[key].index_copy_(0, after, kept.to(slabs[key].dtype))
+    for key in states.kept.keys() - stored:
+        slabs[key].index_copy_(0, after, states.kept[key].to(slabs[key].dtype))
     return out.transpose(0, 1)
 
 

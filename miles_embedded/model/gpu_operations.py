@@ -14,13 +14,15 @@ from miles_embedded.model.operations import Operations, operations_of, use_opera
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Make a model on a GPU compute its norms, rotations, gates, experts and log-probabilities with these kernels if Triton is installed."""
+    """Make a model on a GPU compute its norms, rotations, gates, experts, delta nets and log-probabilities with these kernels if Triton is
+    installed."""
     device = next(model.parameters()).device
     if kernels_run(device):
+        from miles_embedded.kernels.delta_rule import advance_delta_rule
         from miles_embedded.kernels.log_probs import log_probs
 
-        table = with_row_kernels(operations_of(model))
-        use_operations(model, replace(table, route=route, experts=_experts, log_probs=log_probs))
+        table = replace(with_row_kernels(operations_of(model)), route=route, experts=_experts, log_probs=log_probs)
+        use_operations(model, replace(table, delta_rule=advance_delta_rule))
 
 
 def with_row_kernels(table: Operations) -> Operations:

@@ -30,10 +30,12 @@ from miles_embedded.model.grouped_experts import swiglu_experts
 from miles_embedded.model.kv_dtype import KV_DTYPE, round_to_cache
 from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.replaced_steps import (
+    DeltaRule,
     Gate,
     Norm,
     Rotation,
     Route,
+    replace_delta_rule,
     replace_gate,
     replace_norm,
     replace_rotation,
@@ -123,6 +125,8 @@ class Operations:
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
             for routers with this choice; None keeps Transformers' code. Its last parameter may be ``given``, [rows, k] integers or None: then
             the weights are those of the given experts, and the index is that of the k largest entries all the same.
+        delta_rule: (query, key, value, decay, beta, states, before, after, normalize) -> the outputs of one token of each sequence of a gated delta
+            net, with the arguments of ``kernels.delta_rule.advance_delta_rule``; None keeps Transformers' code.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
             trainer normalises with them wherever it needs more than ``log_probs``.
@@ -139,6 +143,7 @@ class Operations:
     rotation: Rotation | None = None
     gate: Gate | None = None
     route: Route | None = None
+    delta_rule: DeltaRule | None = None
     experts: Experts = swiglu_experts
     log_softmax: LogSoftmax = log_softmax
     log_probs: LogProbs = log_probs
@@ -163,10 +168,10 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
     similar names, so such a module uses the operation only if both give the same results on random numbers.
 
     Returns:
-        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) that use the table's operation, and
-        of decoder layers whose sums do (``of_sum``).
+        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``), routers (``route``) and gated delta nets (``delta_rule``)
+        that use the table's operation, and of decoder layers whose sums do (``of_sum``).
     """
-    done = dict.fromkeys(("norm", "rotation", "gate", "route", "of_sum"), 0)
+    done = dict.fromkeys(("norm", "rotation", "gate", "route", "delta_rule", "of_sum"), 0)
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = operations
         name = type(module).__name__
@@ -178,6 +183,8 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
             done["gate"] += replace_gate(module, operations.gate)
         elif name.endswith("TopKRouter"):
             done["route"] += replace_router(module, operations.route)
+        elif name.endswith("DeltaNet"):
+            done["delta_rule"] += replace_delta_rule(module, operations.delta_rule)
     if hasattr(model, "base_model_prefix"):  # a model, not one of its layers
         done["of_sum"] = replace_sums(decoder_layers(model), getattr(backbone(model), "norm", None))
     return done

@@ -20,8 +20,10 @@ from torch.nn.functional import linear, silu
 from miles_embedded.model.parts import put_forward
 from miles_embedded.model.replaced_sums import set_of_sum, take_computed
 from miles_embedded.model.row_readers import accepts_epilogue, compute_rows
+from miles_embedded.model.states import STORING, StoredStates
 
 _ROTATION = "apply_rotary_pos_emb"
+_DELTA_RULE = "torch_recurrent_gated_delta_rule"
 #: Tolerance of the comparison, in units of the dtype's epsilon: a few operations in another order.
 _PLACES = 16
 
@@ -30,6 +32,7 @@ Norm = Callable[..., Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Gate = Callable[..., Tensor]
 Route = Callable[..., tuple[Tensor, Tensor]]
+DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def replace_norm(module: Any, norm: Norm | None) -> bool:
@@ -78,6 +81,32 @@ def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
     if forward is None:
         return False
     put_forward(module, forward)
+    return True
+
+
+def replace_delta_rule(module: Any, advance: DeltaRule | None) -> bool:
+    """Make a gated delta net compute single tokens by ``advance`` if both agree; otherwise, and for None, restore its class's step.
+
+    Only states that are stored (``StoredStates``) are advanced so; others go through Transformers' function.
+    """
+    module.__dict__.pop(STORING, None)
+    forward: Any = inspect.unwrap(type(module).forward)
+    original = getattr(forward, "__globals__", {}).get(_DELTA_RULE)
+    if advance is None or original is None or _DELTA_RULE not in forward.__code__.co_names:
+        return False
+    like = next(module.parameters())
+    if not _same_delta_rule(original, advance, like.dtype, like.device.type):
+        return False
+
+    def step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
+        states = kwargs.get("initial_state")
+        if not isinstance(states, StoredStates):
+            found: tuple[Tensor, Any] = original(query, key, value, g=g, beta=beta, **kwargs)
+            return found
+        normalize = kwargs.get("use_qk_l2norm_in_kernel", False)
+        return advance(query, key, value, g, beta, states.slab, states.before, states.after, normalize), states
+
+    module.__dict__[STORING] = _rebind_global(type(module).forward, _DELTA_RULE, step)
     return True
 
 
@@ -243,6 +272,22 @@ def _same_rotation(original: Any, rotation: Rotation, dtype: torch.dtype, device
     except (TypeError, RuntimeError):
         return False
     return all(_same(*pair) for pair in zip(expected, rotation(q, k, cos, sin), strict=True))
+
+
+@cache
+def _same_delta_rule(original: Any, advance: DeltaRule, dtype: torch.dtype, device: str) -> bool:
+    shapes = ((3, 1, 2, 16), (3, 1, 2, 16), (3, 1, 4, 8), (3, 1, 4), (3, 1, 4), (7, 4, 16, 8))
+    query, key, value, g, beta, slab = _random(dtype, device, *shapes)
+    before, after = torch.tensor([[4, 1, 2], [3, 0, 6]], device=device)
+    slab, g = slab.float(), -g.float()
+    with torch.no_grad():
+        given = {"initial_state": slab[before], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        try:
+            expected, state = original(query, key, value, g=g, beta=beta, **given)
+        except (TypeError, RuntimeError):
+            return False
+        found = advance(query, key, value, g, beta, slab, before, after, True)
+    return _same(expected, found) and _same(state, slab[after])
 
 
 def _random(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:

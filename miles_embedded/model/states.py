@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from miles_embedded.model.parts import put_forward
 
 #: (kind of state, its index in the layer).
 StateKey = tuple[str, int]
+#: Attribute with the forward of a module whose step for one token reads and writes ``StoredStates``.
+STORING = "miles_storing_forward"
 #: Computes a layer for a batch of sequences [sequences, tokens, hidden] with their states; None starts each and keeps no state.
 Advance = Callable[[Tensor, "LayerStates | None"], Tensor]
 
@@ -29,23 +32,37 @@ CONVOLUTION, RECURRENT = "convolution", "recurrent"
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 
 
+@dataclass(frozen=True)
+class StoredStates:
+    """Recurrent states of a batch of sequences where they are stored, for a step that reads and writes them there.
+
+    Attributes:
+        slab: [states, ...].
+        before, after: [sequences] indices of the states in front of the tokens and after them.
+    """
+
+    slab: Tensor
+    before: Tensor
+    after: Tensor
+
+
 class LayerStates:
     """States of one layer for a batch of sequences, with the methods of Transformers' cache that its module calls.
 
     Args:
         given: states after the tokens in front of the batch, [sequences, ...] each; empty for sequences that start. A module may modify
-            them in place if every sequence has one token.
+            them in place if every sequence has one token. A module with a forward ``STORING`` may receive ``StoredStates``.
 
     Attributes:
         kept: states after the tokens of the batch of the kinds that the module reads or writes; complete after the forward. A layer may have
             several modules with different kinds.
     """
 
-    def __init__(self, given: dict[StateKey, Tensor] | None = None) -> None:
+    def __init__(self, given: dict[StateKey, Any] | None = None) -> None:
         self._given = given or {}
-        self.kept: dict[StateKey, Tensor] = {}
+        self.kept: dict[StateKey, Any] = {}
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return the last inputs of the layer's convolution, [sequences, channels, width]; None if the sequences start."""
         return self._read((CONVOLUTION, state_idx))
 
@@ -62,16 +79,16 @@ class LayerStates:
         self.kept[key] = inputs[..., -width:]
         return inputs
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return the recurrent state [sequences, ...]; None if the sequences start."""
         return self._read((RECURRENT, state_idx))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0) -> Any:
         """Replace the recurrent state."""
         self.kept[RECURRENT, state_idx] = recurrent_states
         return recurrent_states
 
-    def _read(self, key: StateKey) -> Tensor | None:
+    def _read(self, key: StateKey) -> Any:
         found = self._given.get(key)
         if found is not None:
             self.kept[key] = found
@@ -121,7 +138,7 @@ def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
     """
 
     def forward(module: Any, hidden_states: Tensor, *args: Any, call: Any = None, **kwargs: Any) -> Tensor:
-        own, call = type(module).forward, enter(call)
+        own, call = module.__dict__.get(STORING, type(module).forward), enter(call)
         if call is None:
             return own(module, hidden_states, *args, **kwargs)
         out: Tensor = call.advance(module, hidden_states, lambda x, states: own(module, x, cache=states))

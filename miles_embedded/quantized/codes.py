@@ -100,5 +100,8 @@ def _stack(parts: list[tuple[View, Encoded]], device: torch.device) -> Stack:
     for name in encoded.parts:
         suffix = name.rpartition(".")[2] if encoded.format else ""
         own = [next(t for n, t in e.parts.items() if not e.format or n.rpartition(".")[2] == suffix) for _, e in parts]
-        stored[suffix] = torch.stack(own).to(device)
+        # rows are copied to the device one by one: a stack in host memory would read and write each of them once more
+        stored[suffix] = torch.empty((len(own), *own[0].shape), dtype=own[0].dtype, device=device)
+        for row, tensor in zip(stored[suffix], own, strict=True):
+            row.copy_(tensor)
     return Stack((len(parts), *first.size), (step, *first.stride), first.offset, stored)

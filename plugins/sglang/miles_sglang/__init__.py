@@ -116,6 +116,11 @@ plugin = Plugin(
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="r3 replays the experts that SGLang chose"
         ),
+        "sglang.disable_shared_experts_fusion": Set(
+            True,
+            when="sglang.enable_return_routed_experts and model.type == qwen3_next",
+            because="SGLang 0.5.17 fails to record routed experts beside a shared expert that it stores among them",
+        ),
     },
     requires=(
         Rule(

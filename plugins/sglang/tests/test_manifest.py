@@ -159,6 +159,9 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
 def test_r3_makes_sglang_record_routed_experts(plan):
     accepted = plan(["r3"], engine="sglang", facts=["gpu.count=1"])
     assert accepted.fact("sglang.enable_return_routed_experts") is True
+    assert not accepted.fact("sglang.disable_shared_experts_fusion")
+    shared = plan(["r3"], engine="sglang", facts=["gpu.count=1", "model.type=qwen3_next"])
+    assert shared.fact("sglang.disable_shared_experts_fusion") is True
     with pytest.raises(PlanError, match="does not pass the layer index to these models' routers"):
         plan(["r3"], engine="sglang", facts=["gpu.count=1", "model.type=mixtral"])
 

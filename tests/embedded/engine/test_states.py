@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.engine.static_step import Shape, StaticStep
 from miles_embedded.model.load import load_model
+from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.testing.families import family_checkpoint, lacking
 
 pytestmark = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
@@ -74,23 +77,58 @@ def test_a_discarded_step_can_be_computed_again(model):
         runner.cache.cut(rows, [len(PROMPTS[p]) for p in (0, 0, 1, 2)])
 
 
+def static_step(runner, rows, tokens):
+    """Logits of a step in static buffers, computed twice."""
+    batch, cache = StaticBatch(4, runner.device), runner.cache
+    prompts = cache.prefix_of[rows]
+    lengths = cache.own.lengths[rows], prompts, cache.prefixes.lengths[prompts]
+    batch.fill(tokens, *lengths, [0] * 4, [Sampling(1).temperature] * 4)
+    step = StaticStep(runner, batch, 0)
+    return [step(Shape(4, draws=False)).clone() for _ in range(2)]
+
+
 def test_a_step_in_static_buffers_agrees_and_can_be_repeated(model):
     runner, rows = start(model)
     feed(runner, rows, (20, 21, 22, 23))
-    batch, cache = StaticBatch(4, runner.device), runner.cache
-    prompts = cache.prefix_of[rows]
-    batch.fill(
-        [30, 31, 32, 33],
-        cache.own.lengths[rows],
-        prompts,
-        cache.prefixes.lengths[prompts],
-        [0] * 4,
-        [Sampling(1).temperature] * 4,
-    )
-    step = StaticStep(runner, batch, 0)
-    found = step(Shape(4, draws=False)).clone()
-    assert torch.equal(step(Shape(4, draws=False)), found)
+    found, again = static_step(runner, rows, [30, 31, 32, 33])
+    assert torch.equal(again, found)
     torch.testing.assert_close(found, feed(runner, rows, (30, 31, 32, 33))[0], atol=2e-5, rtol=1e-4)
+
+
+def advance_with_torch(query, key, value, decay, beta, states, before, after, normalize):
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    given = {"initial_state": states[before], "output_final_state": True}
+    out, state = torch_recurrent_gated_delta_rule(
+        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=normalize, **given
+    )
+    states[after] = state
+    return out
+
+
+def test_a_step_that_stores_its_states_itself_changes_nothing(tmp_path):
+    model = load_model(family_checkpoint("qwen3_next", tmp_path / "model"), "float32")
+    expected = decode(model)
+    calls = []
+
+    def advance(*args):
+        calls.append(args)
+        return advance_with_torch(*args)
+
+    done = use_operations(model, replace(TORCH, delta_rule=advance))["delta_rule"]
+    calls.clear()  # those of the comparison with Transformers' step
+    assert done > 0 and torch.equal(decode(model), expected)
+    assert len(calls) == 4 * done
+    wrong = use_operations(model, replace(TORCH, delta_rule=lambda *args: 2 * advance_with_torch(*args)))
+    assert wrong["delta_rule"] == 0 and torch.equal(decode(model), expected)
+
+
+def decode(model):
+    """Logits of three steps, the second one in static buffers."""
+    runner, rows = start(model)
+    first = feed(runner, rows, (20, 21, 22, 23))
+    static, _ = static_step(runner, rows, [30, 31, 32, 33])
+    return torch.cat([*first, static, *feed(runner, rows, (30, 31, 32, 33))])
 
 
 def test_several_tokens_per_step_are_refused(model):

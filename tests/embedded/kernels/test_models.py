@@ -36,8 +36,8 @@ def test_which_modules_have_kernels(name, tmp_path):
     use_operations(model, TORCH)
     use_kernels(model)
     assert operations_of(model) == table
-    expected = {"llama": {"norm": 5, "rotation": 2, "gate": 2, "route": 0, "of_sum": 2}}
-    expected["qwen3_moe"] = {"norm": 9, "rotation": 2, "gate": 0, "route": 2, "of_sum": 2}
+    expected = {"llama": {"norm": 5, "rotation": 2, "gate": 2, "route": 0, "delta_rule": 0, "of_sum": 2}}
+    expected["qwen3_moe"] = {"norm": 9, "rotation": 2, "gate": 0, "route": 2, "delta_rule": 0, "of_sum": 2}
     assert use_operations(model, table) == expected[name]
 
 

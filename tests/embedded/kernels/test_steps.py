@@ -268,3 +268,34 @@ def test_log_probs_of_logits_that_are_not_finite_are_not_a_number(triton, value)
     logits = normal(3, 50)
     logits[1, 20] = value
     assert log_probs(logits, torch.full((3,), 4, device=DEVICE)).isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("key_heads", "heads", "dim", "width"), [(2, 4, 16, 8), (1, 3, 24, 40), (2, 2, 128, 128)])
+def test_delta_rule(triton, key_heads, heads, dim, width, dtype):
+    from miles_embedded.kernels.delta_rule import advance_delta_rule
+
+    rows, slots = 3, 8
+    mixed = normal(
+        rows, 2 * key_heads * dim + heads * width, dtype=dtype
+    )  # query, key and value are parts of one product
+    query, key, value = mixed[:, None].split([key_heads * dim, key_heads * dim, heads * width], -1)
+    query, key = (x.unflatten(-1, (key_heads, dim)) for x in (query, key))
+    value = value.unflatten(-1, (heads, width))
+    decay, beta = -normal(rows, 1, heads, seed=1).abs(), normal(rows, 1, heads, dtype=dtype, seed=2).sigmoid()
+    slab = normal(slots, heads, dim, width, seed=3)
+    before, after = (torch.tensor(x, device=DEVICE) for x in ([6, 0, 3], [7, 1, 2]))
+    q, k = (x.double().repeat_interleave(heads // key_heads, 2)[:, 0] for x in (query, key))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state = slab[before].double() * decay[:, 0].double().exp()[..., None, None]
+    change = (value[:, 0].double() - torch.einsum("rhkv,rhk->rhv", state, k)) * beta[:, 0].double()[..., None]
+    state = state + k[..., None] * change[:, :, None]
+    expected = torch.einsum("rhkv,rhk->rhv", state, q)[:, None] * dim**-0.5
+
+    untouched = slab[[0, 3, 4, 5, 6]].clone()
+    found = advance_delta_rule(query, key, value, decay, beta, slab, before, after, True)
+    close(found, expected.to(dtype), dtype)
+    close(slab[after], state.float(), torch.float32)
+    assert torch.equal(slab[[0, 3, 4, 5, 6]], untouched)
+    none = [x[:0] for x in (query, key, value, decay, beta)]
+    assert advance_delta_rule(*none, slab, before[:0], after[:0], True).shape == (0, 1, heads, width)

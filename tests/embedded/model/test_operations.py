@@ -75,7 +75,14 @@ def logits(model, tokens=range(2, 22)):
 def test_every_operation_is_the_tables(checkpoint, used):
     names, table = used
     plain, model = (load_model(checkpoint, "float32") for _ in range(2))
-    assert use_operations(model, table) == {"norm": 9, "rotation": 2, "gate": 0, "route": 2, "of_sum": 0}
+    assert use_operations(model, table) == {
+        "norm": 9,
+        "rotation": 2,
+        "gate": 0,
+        "route": 2,
+        "delta_rule": 0,
+        "of_sum": 0,
+    }
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
     token_log_probs(model, torch.randn(3, 32), torch.tensor([4, 5, 6]))
     assert names == {"norm", "rotation", "route", "experts", "log_probs", "attention"}
@@ -122,7 +129,14 @@ def test_doing_it_twice_changes_nothing_more(checkpoint, used):
     model = load_model(checkpoint, "float32")
     use_operations(model, used[1])
     once = logits(model)
-    assert use_operations(model, operations_of(model)) == {"norm": 9, "rotation": 2, "gate": 0, "route": 2, "of_sum": 0}
+    assert use_operations(model, operations_of(model)) == {
+        "norm": 9,
+        "rotation": 2,
+        "gate": 0,
+        "route": 2,
+        "delta_rule": 0,
+        "of_sum": 0,
+    }
     assert torch.equal(logits(model), once)
 
 
@@ -190,7 +204,7 @@ def test_what_computes_something_else_stays(config, module, done, used):
     tokens = torch.arange(2, 42).unsqueeze(0)
     with torch.no_grad():
         expected = model(tokens).logits
-        assert use_operations(model, used[1]) == {**done, "route": 0, "of_sum": 0}
+        assert use_operations(model, used[1]) == {**done, "route": 0, "delta_rule": 0, "of_sum": 0}
         assert "forward" not in vars(model.get_submodule(module))
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=2e-5)
 
