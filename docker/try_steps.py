@@ -4,7 +4,9 @@
     python docker/try_steps.py /var/tmp/root --wheels DIR
 
 The image has CUDA, Ubuntu's Python 3.12, and engines that need a GPU. Here Debian's Python and PyTorch for CPUs take their place, and the step
-that installs the engines is left out (``make constraints`` resolves their versions). Everything else runs as it is written. Then
+that installs the engines is left out (``make constraints`` resolves their versions). With ``--engines`` all wheels of that step, those for CUDA
+included, are unpacked for Python 3.12 into a folder of the root; TransformerEngine's extension is not, because the image compiles it.
+Everything else runs as it is written. Then
 ``miles doctor`` and a short ``miles demo`` run in the root. Mounts are private to this process, so nothing of them is left.
 """
 
@@ -29,6 +31,14 @@ REPLACED = (
     (r"(&& uv pip install [^&]*)\btorch\b([^&]*)&&[^&]*\bsglang\b[^&]*$", rf"\1 torch=={TORCH}\2"),
     (r"> /lock/constraints\.txt", rf"| sed 's/^torch==.*/torch=={TORCH}/' > /lock/constraints.txt"),
 )
+#: The engines' step, for another Python than that of the root; the constraints are those for CUDA again.
+UNPACKED = r"""
+sed -nE 's/^([A-Za-z0-9._-]+)(\[[a-z]+\])?(==[^ ]+).*/\1\3/p' /lock/{common,sglang,megatron,gpu}.txt > /lock/cuda.txt
+grep -v '^transformer-engine' /lock/gpu.txt > /lock/wheels.txt
+uv pip install --no-cache --target /opt/engines --python-version 3.12 --only-binary :all: --constraint /lock/cuda.txt \
+    --override /lock/overrides.txt torch sglang megatron-core -r /lock/wheels.txt
+ls -d /opt/engines/*.dist-info | wc -l; du -sh /opt/engines
+"""
 #: Commands that a user of the image tries first.
 TRIED = (
     "miles doctor",
@@ -82,6 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", type=Path, help="directory made by debootstrap")
     parser.add_argument("--wheels", type=Path, help="directory with wheels, such as torch for CPUs")
+    parser.add_argument(
+        "--engines", action="store_true", help="also unpack the wheels of SGLang, Megatron-Core and CUDA"
+    )
     given = parser.parse_args()
     if os.geteuid() or not (given.root / "etc" / "debian_version").is_file():
         raise SystemExit(f"{given.root}: this needs root, and a directory made by debootstrap")
@@ -105,7 +118,7 @@ def main() -> None:
             run(given.root, adapt(rest), environment)
         elif name == "WORKDIR":
             (given.root / rest.strip("/")).mkdir(parents=True, exist_ok=True)
-    for command in TRIED:
+    for command in (*([UNPACKED] if given.engines else []), *TRIED):
         run(given.root, command, environment)
 
 

@@ -18,6 +18,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``read_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
+- to decode policies that differ in a plugin's modules in one batch: ``mark_variant``, ``Variant``, ``VariantParts``, ``TokenVariants``,
+  ``VARIANTS``;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``offload_gradient``;
 - to examine a model for a plan without importing torch: ``find_known_weights``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
         offload_gradient,
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
+    from miles_embedded.model.variants import VARIANTS, TokenVariants, Variant, VariantParts, mark_variant
     from miles_embedded.model.views import views
     from miles_embedded.model.windows import has_windows, mask_for
     from miles_embedded.quantized.codes import EncodedParameter
@@ -122,6 +125,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VALUE_HEAD",
+    "VARIANTS",
     "AsyncScheduling",
     "Attention",
     "AttentionOptions",
@@ -151,6 +155,9 @@ __all__ = [
     "StaticBatch",
     "StaticCall",
     "StepEngine",
+    "TokenVariants",
+    "Variant",
+    "VariantParts",
     "accepts_given",
     "active_context",
     "add_layer",
@@ -191,6 +198,7 @@ __all__ = [
     "make_trainer",
     "mark_constant",
     "mark_hosted",
+    "mark_variant",
     "mask_for",
     "model_size",
     "new_layer",
@@ -263,6 +271,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.replaced_steps": "accepts_given",
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
+        "miles_embedded.model.variants": "VARIANTS TokenVariants Variant VariantParts mark_variant",
         "miles_embedded.model.views": "views",
         "miles_embedded.model.windows": "has_windows mask_for",
         "miles_embedded.trainer.attention": "PackedCall",

@@ -111,6 +111,7 @@ TOOLS: list[dict[str, str]] = [
     },
     {
         "alerts": "http_client core: contracts errors redact",
+        "engine_server": "http_client core: redact rollout workers: workers",
         "command_line": "foreign core: config",
         "rewards": "http_client core: chat contracts data errors redact reward",
         "report": "output_file samples core: errors observe plugin redact version",

@@ -61,12 +61,13 @@ PUBLIC = (
     "miles_formats",
     "miles_core.plugin",
 )
-PUBLIC += ("miles_core.trainer", "miles_testing", "miles_workers.transport")
+PUBLIC += ("miles_core.trainer", "miles_testing", "miles_workers.transport", "miles_workers.servers")
 PUBLIC += (
     "miles_core.chat",
     "miles_workers",
     "miles_core.observe.bytecode",
     "miles_formats.convert",
+    "miles_tools.engine_server",
     "miles_tools.http_client",
     "miles_tools.http_server",
     "miles_formats.native",

@@ -1,28 +1,30 @@
 """Policies with adapters over one base: bytes per sync, step time and memory of 1, 4 and 16 policies.
 
-Run: ``python benchmarks/scale/adapters.py --threads 2 --save`` (needs ``plugins/lora``). Every row trains the same number of samples per step,
-divided among the policies, in a process of its own; the policies generate their own samples. With ``--engine sglang`` (needs
-``plugins/sglang`` and SGLang) all policies share one server. On one GPU:
+Run: ``python benchmarks/scale/adapters.py --threads 1 --save`` (needs ``plugins/lora``). Every row trains the same number of samples per step,
+divided among the policies; the policies generate their own samples. With the embedded engine there are two rows per number of policies: one
+engine for all, and an engine each (``--lora-separate-engines``). On a CPU the rows of a number of policies take turns, each in a process of
+its own, and seconds are processor time, so that other programs on the machine do not count. With ``--engine sglang`` (needs
+``plugins/sglang`` and SGLang) all policies share one server. On one GPU the rows run one after the other, and seconds are those of a clock:
 
     python benchmarks/scale/adapters.py --engine sglang --device cuda --hidden 2048 --layers 12 --answer 128 --samples 256 --save --variant sglang-gpu
 
 and the same with ``--engine embedded``. Memory is that of the process and of the processes that it starts, above that of an idle one (resident
 memory in RAM, shared pages divided among processes; on a GPU the device's used memory), at the end of the last step; ``--schedule`` chooses another
-schedule. A row ``1, merged`` sends all weights at each sync. The last line of the output is one JSON object.
+schedule. A row ``1, merged`` sends all weights at each sync. ``gap`` is the mean difference of engine and trainer in log-probability. The last
+line of the output is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import finish, installed, options
+from benchmarks.measure import Reporter, Worker, finish, installed, medians, options
 from benchmarks.training.random_model import make_checkpoint
 
 RANK, WARM_UP = 16, 1
@@ -35,20 +37,26 @@ async def generate(args, sample, sampling_params):
     return sample
 """
 PROBE = """
-from benchmarks.scale.adapters import used
+import benchmarks.scale.adapters as measuring
 from miles_core.plugin import hookimpl
 
 @hookimpl
+def wrap_learn(run, policy):
+    return measuring.end_rollout
+
+@hookimpl
 def on_step(run, metrics):
-    metrics["adapters/memory_mb"] = used("{device}")
+    measuring.report(run, metrics)
 """
-PHASES = ("step", "rollout", "train", "sync")
 #: Samples of a prompt.
 GROUP = 4
+MERGED, ONE, SEPARATE = "merged", "one", "separate"
+#: In a worker: sends the numbers of a step, idle memory, start of the step, and seconds of its rollout.
+state: dict[str, Any] = {}
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Train with ``--worker`` policies in this process (0: one policy that sends merged weights)."""
+def measure(given: argparse.Namespace) -> None:
+    """Train with ``--worker`` policies in this process, a step per turn."""
     import torch
 
     import miles_core.launch  # noqa: F401 - part of the idle process
@@ -57,11 +65,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from miles_testing import toy_run
 
     torch.set_num_threads(given.threads)
-    count = max(given.worker, 1)
-    names, idle = [f"policy-{n}" for n in range(count)], used(given.device)
+    names = [f"policy-{n}" for n in range(given.worker)]
+    state.update(reporter=Reporter(), device=given.device, idle=used(given.device), started=now(given.device))
     with tempfile.TemporaryDirectory() as directory:
         probe = Path(directory) / "probe.py"
-        probe.write_text(PROBE.format(device=given.device))
+        probe.write_text(PROBE)
         turns = Path(directory) / "turns.py"
         turns.write_text(TURNS.format(names=names))
         flags: dict[str, Any] = {
@@ -70,7 +78,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "device": given.device,
             "dtype": "bfloat16" if given.device == "cuda" else "float32",
             "schedule": given.schedule,
-            "lora_sync": "adapter" if given.worker else "merged",
+            "lora_sync": "merged" if given.kind == MERGED else "adapter",
             "lora_target_modules": "all-linear",
             "lora_rank": RANK,
             "policies": {name: {} for name in names},
@@ -80,19 +88,43 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "rollout_max_response_len": given.answer,
             "save_rollouts": False,
         }
+        if given.kind == SEPARATE:
+            flags["lora_separate_engines"] = True
         if given.engine == "sglang" and given.device == "cpu":
             flags |= {"sglang_lora_backend": "torch_native", "sglang_max_total_tokens": 16384}
-        done = toy_run(["lora", str(probe)], Path(directory) / "run", steps=WARM_UP + given.turns, **flags)
-    counted = done.metrics[WARM_UP:]
-    prefix = f"{names[0]}/" if count > 1 else ""
-    gaps = [
-        m[f"{name}/mismatch/abs_log_prob" if count > 1 else "mismatch/abs_log_prob"] for m in counted for name in names
-    ]
-    found = {f"{phase}_seconds": statistics.median(m[f"time/{phase}"] for m in counted) for phase in PHASES}
-    found |= {"abs_log_prob": statistics.mean(gaps), "memory_mb": counted[-1]["adapters/memory_mb"] - idle}
-    return {"sync_bytes_per_policy": counted[-1][f"{prefix}sync/bytes"]} | {
-        k: float(f"{v:.4g}") for k, v in found.items()
-    }
+        toy_run(["lora", str(probe)], Path(directory) / "run", steps=WARM_UP + given.turns, **flags)
+
+
+def end_rollout(inner: Any) -> Any:
+    """Note the time from the start of the step to its first training pass."""
+
+    async def learn(*given: Any) -> Any:
+        state.setdefault("rollout", now(state["device"]) - state["started"])
+        return await inner(*given)
+
+    return learn
+
+
+def report(run: Any, metrics: dict[str, Any]) -> None:
+    """Send the numbers of a step that has ended, and wait for the next turn."""
+    names = [policy.name for policy in run.policies]
+    prefixes = [f"{name}/" for name in names] if len(names) > 1 else [""]
+    rollout = state.pop("rollout")
+    state["reporter"].send(
+        step_seconds=now(state["device"]) - state["started"],
+        rollout_seconds=rollout,
+        tokens_per_second=metrics["rollout/tokens"] / rollout,
+        sync_bytes_per_policy=metrics[f"{prefixes[0]}sync/bytes"],
+        gap=statistics.mean(metrics[f"{prefix}mismatch/abs_log_prob"] for prefix in prefixes),
+        memory_mb=used(state["device"]) - state["idle"],
+    )
+    state["reporter"].wait()
+    state["started"] = now(state["device"])
+
+
+def now(device: str) -> float:
+    """Seconds: processor time of this process on a CPU, otherwise those of a clock."""
+    return time.process_time() if device == "cpu" else time.perf_counter()
 
 
 def used(device: str) -> float:
@@ -125,21 +157,34 @@ def share_of(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def run_row(given: argparse.Namespace, count: int, checkpoint: str) -> dict[str, Any]:
-    """Run ``measure`` in a new interpreter."""
-    words = [sys.executable, __file__, "--worker", str(count), "--checkpoint", checkpoint]
+def start(given: argparse.Namespace, count: int, kind: str, checkpoint: str) -> Worker:
+    """Start a process of its own, which has run the steps of the warm-up."""
+    code = "from benchmarks.scale.adapters import main; main()"
+    words = [sys.executable, "-c", code, "--worker", str(count), "--kind", kind, "--checkpoint", checkpoint]
     for name in ("threads", "engine", "device", "answer", "samples", "turns", "schedule"):
         words += [f"--{name}", str(getattr(given, name))]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return {"failed": done.returncode}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    worker = Worker(f"{count} {kind}", words, given.threads)
+    for _ in range(WARM_UP - 1):
+        worker.turn()
+    return worker
+
+
+def run_rows(given: argparse.Namespace, count: int, kinds: list[str], checkpoint: str) -> dict[str, Any]:
+    """Measure the kinds of one number of policies: in turns on a CPU, one after the other on a GPU, whose memory they would share."""
+    reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for together in [kinds] if given.device == "cpu" else [[kind] for kind in kinds]:
+        workers = {kind: start(given, count, kind, checkpoint) for kind in together}
+        for _ in range(given.turns):
+            for kind, worker in workers.items():
+                reports[kind].append(worker.turn())
+        for worker in workers.values():
+            worker.close()
+    return {kind: medians(found) | {"gap": float(f"{found[-1]['gap']:.3g}")} for kind, found in reports.items()}
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--policies", type=int, nargs="+", default=[0, 1, 4, 16], help="0: one policy, merged weights")
+    parser.add_argument("--policies", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--schedule", default="sync", help="sync, ahead or async")
@@ -147,13 +192,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="its layers")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--samples", type=int, default=64, help="samples of a step, of all policies together")
-    parser.add_argument("--turns", type=int, default=3, help="steps that are counted")
+    parser.add_argument("--turns", type=int, default=5, help="steps that are counted")
     parser.add_argument("--variant", default="", help="end of the result file's name")
-    parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", default=ONE, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.worker >= 0:
-        print(json.dumps(measure(given)))
+    if given.worker:
+        measure(given)
         return
     heads = given.hidden // 64
     sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
@@ -165,9 +211,11 @@ def main() -> None:
             "qwen3", Path(directory) / "model", sizes | {"vocab_size": 4096}, given.device
         )
         for count in given.policies:
-            label = str(count) if count else "1, merged"
-            result["rows"][label] = run_row(given, count, f"{directory}/model")
-            print(f"{label:<10}", result["rows"][label], file=sys.stderr, flush=True)
+            kinds = [MERGED, ONE] if count == 1 else [ONE, SEPARATE] if given.engine == "embedded" else [ONE]
+            for kind, found in run_rows(given, count, kinds, f"{directory}/model").items():
+                label = str(count) if kind == ONE else f"{count}, {kind}"
+                result["rows"][label] = found
+                print(f"{label:<14}", found, file=sys.stderr, flush=True)
     versions = (
         "miles-core",
         "miles-plugin-lora",

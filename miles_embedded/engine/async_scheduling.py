@@ -228,5 +228,6 @@ def fill_rows(batch: StaticBatch, engine: StepEngine, rows: Sequence[Row], *more
         cache.prefixes.lengths[slots],
         columns.keys[now],
         columns.temperatures[now],
+        columns.variants[now],
         *more,
     )

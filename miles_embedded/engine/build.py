@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from miles_core.contracts.run import StateKey
 from miles_core.errors import CheckpointError
 from miles_core.precision.products import Products
 from miles_core.sync.push import make_codec
@@ -15,17 +16,24 @@ from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.shared import SharedBatch, SharedEngine
 from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.image_processor import find_processor
 from miles_embedded.model.load import build_model
 from miles_embedded.model.parts import head
+from miles_embedded.model.variants import Variant, find_variant
 
 log = logging.getLogger(__name__)
 
 
-def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
-    """Make the engine of ``--engine embedded``, with the decoder of the first active plugin that provides one, otherwise ``plain``."""
+#: (key of the variants, settings) -> the batch of the policies whose models are these variants.
+BATCHES = StateKey[dict[tuple[object, ...], SharedBatch]]()
+
+
+def make_engine(run: Any, policy: Any) -> EmbeddedEngine | SharedEngine:
+    """Make the engine of ``--engine embedded``, with the decoder of the first active plugin that provides one, otherwise ``plain``. Policies
+    whose models are variants of one model share a batch."""
     config = run.config_of(policy)
     check_free_memory(run, config, "engine")
     model = build_model(run, policy, "rollout")
@@ -44,6 +52,8 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         processor=find_processor(run, policy),
         cuda_graphs=not config.embedded.disable_cuda_graph,
     )
+    if (variant := find_variant(model)) is not None:
+        return SharedEngine(model, settings, _find_batch(run, policy, settings, variant))
     engine = EmbeddedEngine(model, settings)
     name = run.hooks.find_provided("decoder")[0]
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
@@ -52,6 +62,17 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         if engine.async_steps.used and isinstance(engine.async_steps, AsyncSteps):
             log.info("the decoder %s has no steps in static buffers: it decodes without CUDA graphs", name)
     return engine
+
+
+def _find_batch(run: Any, policy: Any, settings: Settings, variant: Variant) -> SharedBatch:
+    """Return the batch of a variant, made for the first policy."""
+    alike = ("seed", "max_running_requests", "max_context", "kv_cache_dtype", "cuda_graphs")
+    key = (variant.key, *(getattr(settings, name) for name in alike))
+    batches = run.state.setdefault(BATCHES, {})
+    if key not in batches:
+        batches[key] = SharedBatch(build_model(run, policy, "rollout"), settings, variant)
+    found: SharedBatch = batches[key]
+    return found
 
 
 def check_rope_switch(model: nn.Module, longest: int) -> None:

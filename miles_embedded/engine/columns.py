@@ -29,6 +29,7 @@ class RowColumns:
         limits: [slots] int64 lengths at which rows end.
         last: [slots] int64 last token of each row, which is not cached yet.
         keys: [slots] int64 request keys.
+        variants: [slots] int64 variant of the model of each row.
         temperatures: [slots] float64, 0 for greedy rows.
     """
 
@@ -36,6 +37,7 @@ class RowColumns:
     limits: np.ndarray
     last: np.ndarray
     keys: np.ndarray
+    variants: np.ndarray
     _versions: np.ndarray
     _read: np.ndarray
 
@@ -43,7 +45,7 @@ class RowColumns:
         self.count = 0
         self._stops = np.zeros(vocabulary, bool)
         self._steps = 0
-        self._allocate(np.zeros((6, 0), np.int64), np.zeros(0), np.zeros(0, bool), np.zeros((_STEPS, 2, 0)))
+        self._allocate(np.zeros((7, 0), np.int64), np.zeros(0), np.zeros(0, bool), np.zeros((_STEPS, 2, 0)))
 
     def join(self, rows: Sequence[Row]) -> None:
         """Add rows, which have the next slots."""
@@ -54,6 +56,7 @@ class RowColumns:
         self._read[new] = self._steps
         self.keys[new] = [row.request.key for row in rows]
         self.limits[new] = [row.limit for row in rows]
+        self.variants[new] = [row.variant for row in rows]
         self.temperatures[new] = [row.request.sampling.temperature for row in rows]
         self._texts[new] = [row.text is not None for row in rows]
         for ids in {row.stops for row in rows}:
@@ -101,13 +104,13 @@ class RowColumns:
             found = self._log[start : self._steps, :, row.slot]
             row.append_bytes(found[:, 0].astype(np.int32).tobytes(), found[:, 1].tobytes())
 
-    def append(self, tokens: np.ndarray, log_probs: np.ndarray, version: int, rows: Sequence[Row]) -> list[int]:
+    def append(self, tokens: np.ndarray, log_probs: np.ndarray, versions: np.ndarray, rows: Sequence[Row]) -> list[int]:
         """Append one token to every row.
 
         Args:
             tokens: [count] token of each row; -1 for rows without one.
             log_probs: [count].
-            version: version of the weights.
+            versions: [variants] version of the weights of each variant of the model.
             rows: the running rows.
 
         Returns:
@@ -116,8 +119,9 @@ class RowColumns:
         now = slice(self.count)
         if self._steps == _STEPS:
             self._read_all(rows)
-        if (self._versions[now] != version).any():
-            self._begin_version(tokens, version, rows)
+        due = versions[self.variants[now]]
+        if (self._versions[now] != due).any():
+            self._begin_version(tokens, due, rows)
         self._log[self._steps, 0, now], self._log[self._steps, 1, now] = tokens, log_probs
         self._steps += 1
         self.lengths[now] += 1
@@ -139,10 +143,10 @@ class RowColumns:
         self._steps = 0
         self._read[:] = 0
 
-    def _begin_version(self, tokens: np.ndarray, version: int, rows: Sequence[Row]) -> None:
-        for slot in np.flatnonzero((self._versions[: self.count] != version) & (tokens >= 0)).tolist():
-            rows[slot].begin_version(version)
-            self._versions[slot] = version
+    def _begin_version(self, tokens: np.ndarray, due: np.ndarray, rows: Sequence[Row]) -> None:
+        for slot in np.flatnonzero((self._versions[: self.count] != due) & (tokens >= 0)).tolist():
+            rows[slot].begin_version(int(due[slot]))
+            self._versions[slot] = due[slot]
 
     def _grow(self, size: int) -> None:
         more = size - len(self.lengths)
@@ -152,4 +156,4 @@ class RowColumns:
 
     def _allocate(self, integers: np.ndarray, temperatures: np.ndarray, texts: np.ndarray, log: np.ndarray) -> None:
         self._integers, self.temperatures, self._texts, self._log = integers, temperatures, texts, log
-        self.lengths, self.limits, self.last, self.keys, self._versions, self._read = integers
+        self.lengths, self.limits, self.last, self.keys, self.variants, self._versions, self._read = integers

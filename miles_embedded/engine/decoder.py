@@ -18,7 +18,7 @@ from torch import Tensor
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
 from miles_embedded.engine.attention import Prompts
-from miles_embedded.engine.row import Row
+from miles_embedded.engine.row import Row, slots_of
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.engine.static_step import Shape, StaticStep, padded_rows
@@ -60,7 +60,8 @@ class PlainDecoder(Decoder):
     """Sample one token per row and step; on a GPU with steps launched ahead of the host (``AsyncSteps``)."""
 
     def step(self, engine: StepEngine, rows: list[Row]) -> Emitted | Sampled:
-        emitted = engine.async_steps.step(rows)
+        # static steps advance all rows, but those of a paused variant wait
+        emitted = engine.async_steps.step(rows) if len(rows) == engine.columns.count else None
         if emitted is not None:
             return emitted
         logits = engine.forward(rows, last_tokens(engine, rows)).logits
@@ -68,8 +69,8 @@ class PlainDecoder(Decoder):
 
 
 def last_tokens(engine: StepEngine, rows: Sequence[Row]) -> list[list[int]]:
-    """Return the last token of each running row."""
-    return [[token] for token in engine.columns.last[: len(rows)].tolist()]
+    """Return the last token of each of the rows."""
+    return [[token] for token in engine.columns.last[slots_of(rows)].tolist()]
 
 
 class AsyncSteps(AsyncScheduling[Shape]):

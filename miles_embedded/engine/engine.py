@@ -7,21 +7,17 @@ steps the batch while there is work and yields to other tasks between steps; the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
-from miles_core.data.weight_unit import Encoded
+from miles_core.contracts.engine import EnginePart, PauseMode, Request, Response
 from miles_core.errors import NonFiniteError
-from miles_core.precision.codec import Codec
-from miles_core.precision.format import Format, Stored
-from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling
 from miles_embedded.engine.attention import DecodeCall
@@ -29,40 +25,38 @@ from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
 from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
-from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
+from miles_embedded.engine.runner import ForwardResult, move_items
 from miles_embedded.engine.scheduler import Scheduler
+from miles_embedded.engine.served_model import ServedModel
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.step import StepEngine
-from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
-from miles_embedded.model.load import context_limit, facts_of
-from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
-from miles_embedded.model.views import Loader
-from miles_embedded.model.vision import Item
-from miles_embedded.quantized.linear import linear_shapes
 
 
-class EmbeddedEngine(Engine, StepEngine):
+class EmbeddedEngine(ServedModel, StepEngine):
     """Engine that generates with ``model``, as prepared by ``miles_embedded.model.load``, on the model's device; ``decoder`` performs
-    the steps, by default one token per row."""
+    the steps, by default one token per row.
+
+    Attributes:
+        served: the model of each variant (``miles_embedded.model.variants``), whose requests are paused and whose weights are updated
+            separately; None for one that has left. An engine of one policy serves its own model only.
+    """
 
     capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings, decoder: Decoder | None = None) -> None:
-        self.model, self.settings, self.decoder = model, settings, decoder or PlainDecoder()
-        self.max_context = context_limit(model, settings.max_context)
-        self.kv_cache_dtype = settings.kv_cache_dtype
-        self.runner = Runner(model, settings.kv_cache_dtype, settings.processor)
+        super().__init__(model, settings)
+        self.decoder = decoder or PlainDecoder()
+        self.served: list[ServedModel | None] = [self]
         vocabulary = text_configuration(model).vocab_size
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.columns = self.scheduler.columns
         self.rows: list[Row] = []
         self._abandoned: list[Row] = []
         self._joining: list[Row] = []
-        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
-        self._paused, self._stopped = False, False
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
@@ -72,17 +66,8 @@ class EmbeddedEngine(Engine, StepEngine):
         self.prompts = PromptGraphs(self.runner, self.async_steps.used, self.weight_tensors)
         self._prefixes = Prefixes(self.runner, self.prompts)
 
-    @property
-    def version(self) -> int:
-        return self._weights.version
-
-    @property
-    def codec(self) -> Codec:
-        """Codec that decodes incoming weights."""
-        return self._weights.codec
-
     async def start(self) -> None:
-        self._stopped = self._paused = False
+        self._stopped = self.paused = False
 
     async def stop(self) -> None:
         await self.pause("abort")
@@ -92,65 +77,57 @@ class EmbeddedEngine(Engine, StepEngine):
     async def generate(self, request: Request) -> Response:
         if self._stopped:
             raise RuntimeError("the engine was stopped; call start first")
+        return await self.submit(request, 0)
+
+    async def submit(self, request: Request, variant: int) -> Response:
+        """Generate with a variant of the model, see ``generate``."""
         self.runner.check_media(request.tokens, request.media)
         row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
+        row.variant = variant
         self.scheduler.waiting.append(row)
-        self._wake()
+        self.wake_up()
         try:
             return await row.future
         except asyncio.CancelledError:
             self._abandoned.append(row)
             raise
 
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
-    ) -> list[np.ndarray]:
-        check_scored(sequences, self.max_context)
-        results: dict[int, np.ndarray] = {}
-        for chunk in chunks([len(s) for s in sequences]):
-            self._weights.check()
-            scored = self.runner.score([sequences[i] for i in chunk], temperature, [media[i] for i in chunk if media])
-            results.update(zip(chunk, scored, strict=True))
-            await asyncio.sleep(0)
-        return [results[i] for i in range(len(sequences))]
-
-    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        self._require_idle("update_weights")
-        self._weights.update(units, version)
-
-    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
-        return self._weights.inputs.reserve(name)
-
-    async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
-        self._require_idle("share_weights")
-        return self._weights.update(units, version, share=True)
-
-    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        if not message.get("staged"):
-            self._require_idle("receive")
-        await self._weights.arrivals.receive(message, version, last)
-
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self._paused = True
+        self.paused = True
+        self.hold(0, mode)
+
+    def hold(self, variant: int, mode: PauseMode) -> None:
+        """Do with the requests of a variant what ``pause`` does."""
         if mode == "abort":
-            await self.abort()
+            self.end(variant)
         elif mode == "retract":
-            self._retract(list(self.rows))
+            self._retract([row for row in self.rows if row.variant == variant])
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} must be abort, retract or in_place")
         self.async_steps.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
+        self.end(0, keys)
+
+    def end(self, variant: int, keys: Collection[int] | None = None, error: Exception | None = None) -> None:
+        """End requests of a variant (see ``abort``), or let them fail with ``error``."""
+        meant = [row for row in self.requests(variant) if keys is None or row.request.key in keys]
+        if error is not None:
+            for row in meant:
+                row.future.set_exception(error)
         waiting = [row for row in meant if row.slot < 0]
         self._finish([row for row in meant if row.slot >= 0], "abort")
         for row in waiting:
             self.scheduler.waiting.remove(row)
         self.scheduler.respond(waiting, "abort", [row.saved for row in waiting])
 
+    def requests(self, variant: int) -> list[Row]:
+        """Return the requests of a variant, running and waiting."""
+        return [row for row in chain(self.rows, self.scheduler.waiting) if row.variant == variant]
+
     async def resume(self) -> None:
-        self._paused = False
-        self._wake()
+        self.paused = False
+        self.wake_up()
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.rows:
@@ -168,30 +145,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._require_idle("rebuild")
         self._weights.rebuild(precision)
 
-    def quantizer(self, format: Format) -> FormatItself:
-        """Return the format's own quantizer; this engine defines no other code."""
-        return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
-
-    @property
-    def native_products(self) -> bool:  # type: ignore[override]
-        return bool(self._weights.inputs.layers)
-
-    def emulated_products(self) -> AbstractContextManager[None]:
-        return self._weights.inputs.emulate()
-
-    def model_facts(self) -> Mapping[str, Any]:
-        return facts_of(self.model)
-
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        return Loader(self.model).dtypes()
-
-    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
-        return {"": self._weights.checksums(names)}
-
     # -- interface of decoders --------------------------------------------------------------------------------------
-
-    def weight_tensors(self) -> Iterable[Tensor]:
-        return self._weights.tensors()
 
     def recorded_fields(self) -> set[str]:
         if self._names is None:
@@ -202,7 +156,8 @@ class EmbeddedEngine(Engine, StepEngine):
         self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None
     ) -> ForwardResult:
         offsets = [row.offset for row in rows] if self.runner.moves_positions else None
-        return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents, offsets)
+        slots, names = slots_of(rows), self.recorded_fields()
+        return self.runner.forward(slots, tokens, names, parents, offsets, self.columns.variants[slots])
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
@@ -245,13 +200,14 @@ class EmbeddedEngine(Engine, StepEngine):
             positions = torch.from_numpy(self.columns.lengths[slots_of(rows)]).to(keys.device)
         return draw.uniform(self.settings.seed, keys, positions, stream)
 
-    def _wake(self) -> None:
-        if not self._paused and (self._task is None or self._task.done()):
+    def wake_up(self) -> None:
+        """Step while there are requests that are not paused."""
+        if self._has_work() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._steps())
 
     async def _steps(self) -> None:
         try:
-            while not self._paused and (self.rows or self.scheduler.waiting):
+            while self._has_work():
                 self._step()
                 await asyncio.sleep(0)
         except BaseException as error:
@@ -259,29 +215,71 @@ class EmbeddedEngine(Engine, StepEngine):
             if not isinstance(error, Exception):
                 raise
 
+    def _has_work(self) -> bool:
+        held = self._find_held()
+        return any(row.variant not in held for row in chain(self.rows, self.scheduler.waiting))
+
+    def _find_held(self) -> set[int]:
+        """Return the variants whose requests wait."""
+        return {index for index, each in enumerate(self.served) if each is None or each.paused}
+
+    def _running(self, held: Collection[int]) -> list[Row]:
+        """Return the rows that the next step advances."""
+        if held and any(row.variant in held for row in self.rows):
+            return [row for row in self.rows if row.variant not in held]
+        return self.rows
+
+    def _versions(self) -> np.ndarray:
+        """[variants] version of the weights of each."""
+        return np.array([-1 if each is None else each.version for each in self.served])
+
     @torch.no_grad()
     def _step(self) -> None:
         self._weights.check()
+        held = self._find_held()
         gone, self._abandoned = self._abandoned, []
         self._leave([row for row in gone if row.slot >= 0])
         try:
             with self._weights.packs.activate():
-                self._admit()
-                emitted = self.decoder.step(self, self.rows) if self.rows else None
+                self._admit(held)
+                rows = self._running(held)
+                emitted = self.decoder.step(self, rows) if rows else None
             if emitted is not None:
-                self._finish(self.scheduler.accept(self.rows, emitted, self.version))
+                self._finish(self.scheduler.accept(rows, emitted, self._versions()))
         except NonFiniteError as error:
-            tokens = [row.tokens for row in (*self.rows, *self._joining)]
-            found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0)) or "no single module"
-            message = f"engine, weight version {self.version}: {found} found by scoring its rows again, because {error}"
-            raise NonFiniteError(message) from error
+            self._fail_nonfinite(error)
 
-    def _admit(self) -> None:
-        waiting = self.scheduler.waiting
+    def _fail_nonfinite(self, error: NonFiniteError) -> None:
+        """Fail the requests of variants that compute values which are not finite, and compute the rows of the others again.
+
+        Raises:
+            NonFiniteError: there is one variant only, or none computes such values when it scores its rows.
+        """
+        outside = [row for row in self._joining if row.slot < 0]
+        rows, found = [*self.rows, *outside], dict[int, NonFiniteError]()
+        for index in {row.variant for row in rows}:
+            each = self.served[index]
+            where = "" if each is None else each.find_nonfinite([row.tokens for row in rows if row.variant == index])
+            if where or len(self.served) == 1:
+                of = f"engine, weight version {self._versions()[index]}: {where or 'no single module'}"
+                found[index] = NonFiniteError(f"{of} found by scoring its rows again, because {error}")
+        if len(self.served) == 1 or not found:
+            raise next(iter(found.values()), error) from error
+        self.scheduler.waiting.extendleft(reversed(outside))
+        self._joining = []
+        self._retract(list(self.rows))
+        for index, own in found.items():
+            self.end(index, error=own)
+
+    def _admit(self, held: Collection[int]) -> None:
+        waiting, left = self.scheduler.waiting, []
         while waiting and len(self.rows) + len(self._joining) < self.settings.max_running_requests:
             row = waiting.popleft()
-            if not row.future.done():
+            if row.variant in held:
+                left.append(row)
+            elif not row.future.done():
                 self._joining.append(row)
+        waiting.extendleft(reversed(left))
         if self._joining:
             self._join(self._joining)
             self._joining = []
@@ -289,7 +287,7 @@ class EmbeddedEngine(Engine, StepEngine):
         lengths, switch = self.columns.lengths[: len(self.rows)], self.runner.switch
         if switch and len(grown := np.flatnonzero(lengths == switch + 1)):
             self._retract([self.rows[slot] for slot in grown], recompute=True)
-            self._admit()
+            self._admit(held)
 
     def _join(self, joining: list[Row]) -> None:
         starts = [row.start for row in joining]
@@ -326,7 +324,7 @@ class EmbeddedEngine(Engine, StepEngine):
         for row in rows:
             row.recompute = False
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, sampled, self.version))
+        self._finish(self.scheduler.accept(rows, sampled, self._versions()))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -373,8 +371,11 @@ class EmbeddedEngine(Engine, StepEngine):
                 row.future.set_exception(error) if isinstance(error, Exception) else row.future.cancel()
 
     def _invalidate_weights(self) -> None:
-        """Invalidate state that depends on the weights, which changed or will change."""
-        self._prefixes.retire()
+        self.invalidate(0)
+
+    def invalidate(self, variant: int) -> None:
+        """Invalidate state that depends on the weights of a variant."""
+        self._prefixes.retire(variant)
         self.async_steps.settle()
         self.async_steps.graphs.weights_changed()
 
@@ -385,8 +386,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self.runner.clear()
 
     def _require_idle(self, what: str) -> None:
-        """RuntimeError if unpaused requests are in flight, which ``what`` would affect."""
-        if not self._paused and (self.rows or self.scheduler.waiting):
+        if not self.paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
     def _invalidate_batch(self) -> None:

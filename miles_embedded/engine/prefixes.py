@@ -20,10 +20,11 @@ from miles_embedded.engine.runner import Runner, chunks, move_items
 
 
 class Key(NamedTuple):
-    """What determines a prefix: its tokens, and the media (compared by digest) of its placeholders."""
+    """What determines a prefix: its tokens, the media (compared by digest) of its placeholders, and the variant of the model."""
 
     tokens: tuple[int, ...]
     media: tuple[Media, ...] = ()
+    variant: int = 0
 
 
 @dataclass(eq=False)
@@ -61,11 +62,12 @@ class Prefixes:
         for chunk in chunks([len(k.tokens) for k in fresh]):
             keys = [fresh[i] for i in chunk]
             sequences, media = [k.tokens for k in keys], [k.media for k in keys]
+            variants = [k.variant for k in keys]
             slots = self.runner.cache.add_prefixes([len(s) for s in sequences])
             if any(media):
-                hidden, recorded, offsets = self.runner.fill_media(sequences, media, slots, names)
+                hidden, recorded, offsets = self.runner.fill_media(sequences, media, slots, names, variants)
             else:
-                hidden, recorded = self.graphs.fill(sequences, slots, names, computed)
+                hidden, recorded = self.graphs.fill(sequences, slots, names, variants, computed)
                 offsets = [0] * len(keys)
             for i, key in enumerate(keys):
                 prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded, offsets[i])
@@ -80,9 +82,9 @@ class Prefixes:
                 del self._known[prefix.key]
         move_items(self._slots, where, sources, self.runner.cache.prefixes.size)
 
-    def retire(self) -> None:
-        """Stop sharing the current prefixes after a change of weights; rows that use one keep it."""
-        self._known.clear()
+    def retire(self, variant: int) -> None:
+        """Stop sharing the current prefixes of a variant after a change of its weights; rows that use one keep it."""
+        self._known = {key: prefix for key, prefix in self._known.items() if key.variant != variant}
         self.graphs.weights_changed()
 
     def clear(self) -> None:

@@ -67,16 +67,17 @@ class PromptGraphs:
         sequences: Sequence[Sequence[int]],
         slots: np.ndarray,
         names: set[str],
+        variants: Sequence[int],
         computed: Callable[[Prompts], None] | None = None,
     ) -> tuple[Tensor, set[str]]:
         """Compute prefixes into slots of the cache, in a plain pass if there is ``computed`` to call or a static one is not possible;
         see ``Runner.fill_prefixes``."""
-        found = None if computed else self._compute(sequences, slots, names)
-        return found or self.runner.fill_prefixes(sequences, slots, names, computed)
+        found = None if computed else self._compute(sequences, slots, names, variants)
+        return found or self.runner.fill_prefixes(sequences, slots, names, computed, variants=variants)
 
     @torch.no_grad()
     def _compute(
-        self, sequences: Sequence[Sequence[int]], slots: np.ndarray, names: set[str]
+        self, sequences: Sequence[Sequence[int]], slots: np.ndarray, names: set[str], variants: Sequence[int]
     ) -> tuple[Tensor, set[str]] | None:
         """Compute prefixes with a static pass; None where that is not possible."""
         lengths = [len(s) for s in sequences]
@@ -88,8 +89,8 @@ class PromptGraphs:
         if shape in self._never:
             return None
         try:
-            plain = None if self._compared else self._compute_plain(sequences, slots, names)
-            found = self._run(sequences, slots, shape)[: len(lengths)].clone()
+            plain = None if self._compared else self._compute_plain(sequences, slots, names, variants)
+            found = self._run(sequences, slots, variants, shape)[: len(lengths)].clone()
             if plain is not None:
                 self._compare(plain, [found, *self._stored(slots, lengths)])
                 self._compared = True
@@ -114,11 +115,13 @@ class PromptGraphs:
         self.graphs.clear()
         self._seen.clear()
 
-    def _run(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, shape: PromptShape) -> Tensor:
+    def _run(
+        self, sequences: Sequence[Sequence[int]], slots: np.ndarray, variants: Sequence[int], shape: PromptShape
+    ) -> Tensor:
         """Run a pass; returns the hidden states of the last tokens [prompts, hidden], which the next pass may overwrite."""
         prefixes = self.runner.cache.prefixes
         prefixes.reserve(prefixes.size + 1, 1)
-        self.batch.fill(sequences, slots, prefixes.size, shape)
+        self.batch.fill(sequences, slots, prefixes.size, shape, variants)
         self._drop_outdated()
         if self._compared and not self._should_record(shape):
             hidden = self._step(shape)
@@ -136,10 +139,12 @@ class PromptGraphs:
         if not self.graphs.current:
             self.clear()
 
-    def _compute_plain(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, names: set[str]) -> list[Tensor]:
+    def _compute_plain(
+        self, sequences: Sequence[Sequence[int]], slots: np.ndarray, names: set[str], variants: Sequence[int]
+    ) -> list[Tensor]:
         """Return the results of a plain pass: hidden states of the last tokens, and the entries that it stores in the cache, which are then
         zeroed."""
-        hidden, _ = self.runner.fill_prefixes(sequences, slots, names)
+        hidden, _ = self.runner.fill_prefixes(sequences, slots, names, variants=variants)
         lengths = [len(s) for s in sequences]
         stored = self._stored(slots, lengths)
         for slab in self.runner.cache.prefixes.slabs.values():

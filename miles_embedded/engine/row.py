@@ -46,6 +46,7 @@ class Row:
         metrics: numbers that the decoder adds to the response.
         finish: reason why the row ended, "" while it runs.
         columns: of the running rows, while this is one of them.
+        variant: index of the variant of the model that generates (``miles_embedded.model.variants``).
     """
 
     request: Request
@@ -65,6 +66,7 @@ class Row:
     offset: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     columns: Reader | None = None
+    variant: int = 0
 
     def __post_init__(self) -> None:
         self._tokens, self._log_probs = Column(TOKENS, self.request.tokens), Column(FLOATS)
@@ -89,7 +91,7 @@ class Row:
     def start(self) -> Key:
         """What to compute as one prefix when the row joins: the prompt, or after a retract all tokens but the last (see ``recompute``)."""
         tokens = self.tokens[:-1] if self.log_probs and not self.recompute else self.tokens
-        return Key(tuple(tokens), self.request.media)
+        return Key(tuple(tokens), self.request.media, self.variant)
 
     @property
     def response(self) -> Column:

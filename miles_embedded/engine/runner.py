@@ -23,6 +23,7 @@ from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.logprobs import logits_of
 from miles_embedded.model.operations import divide_by_temperature, operations_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
+from miles_embedded.model.variants import VARIANTS, TokenVariants, VariantParts
 from miles_embedded.model.vision import Item, Vision
 from miles_embedded.model.windows import mask_for
 
@@ -68,6 +69,7 @@ class Runner:
 
     Attributes:
         switch: length at which rotary frequencies change, see ``rope_switch``.
+        parts: the parts of all variants of the model; None for a model without variants, to whose calls no variants are attached.
     """
 
     def __init__(self, model: nn.Module, kv_dtype: str = "", processor: ImageProcessor | None = None) -> None:
@@ -79,6 +81,7 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
+        self.parts: VariantParts | None = None
         self._mask = mask_for(model)
         self._vision = None if processor is None else Vision(model, processor)
 
@@ -109,14 +112,19 @@ class Runner:
 
     @torch.no_grad()
     def fill_media(
-        self, sequences: Sequence[Sequence[int]], media: Sequence[Item], slots: np.ndarray, names: set[str]
+        self,
+        sequences: Sequence[Sequence[int]],
+        media: Sequence[Item],
+        slots: np.ndarray,
+        names: set[str],
+        variants: Sequence[int],
     ) -> tuple[Tensor, set[str], list[int]]:
         """Compute prefixes with media like ``fill_prefixes``; also returns the difference between position and index of the tokens that
         follow each."""
         assert self._vision is not None  # see ``check_media``
         lengths = [len(s) for s in sequences]
         inputs = self._vision.inputs(self._ids([t for s in sequences for t in s]), lengths, media)
-        found = self.fill_prefixes(sequences, slots, names, inputs=inputs)
+        found = self.fill_prefixes(sequences, slots, names, inputs=inputs, variants=variants)
         parts = inputs["position_ids"].split(lengths, -1)
         return *found, [int(p.max()) + 1 - n for p, n in zip(parts, lengths, strict=True)]
 
@@ -128,6 +136,7 @@ class Runner:
         names: set[str],
         computed: Callable[[Prompts], None] | None = None,
         inputs: Mapping[str, Any] | None = None,
+        variants: Sequence[int] = (),
     ) -> tuple[Tensor, set[str]]:
         """Compute prefixes into consecutive slots of the cache.
 
@@ -137,12 +146,14 @@ class Runner:
             names: recorded fields to keep if modules record them.
             computed: called with the prefixes while their call can still attend.
             inputs: arguments of the decoder stack instead of ids and positions.
+            variants: variant of the model of each prefix; () if it has none.
 
         Returns:
             The hidden states of their last tokens [prefixes, hidden], and the names that were recorded.
         """
         lengths = [len(s) for s in sequences]
-        call = PromptCall(self.context(sum(lengths)), lengths, self.cache, slots)
+        ctx = self.context(sum(lengths), np.repeat(np.asarray(variants, np.int64), lengths) if len(variants) else None)
+        call = PromptCall(ctx, lengths, self.cache, slots)
         tokens, positions = [t for s in sequences for t in s], _positions(lengths)
         ids, where = self._ids(tokens), to_device(positions, self.device)
         hidden = self.run(ids, where, call, inputs)
@@ -164,11 +175,12 @@ class Runner:
         names: set[str],
         parents: np.ndarray | None = None,
         offsets: Sequence[int] | None = None,
+        variants: np.ndarray | None = None,
     ) -> ForwardResult:
         """Feed ``tokens[i]`` (at least one) to row ``slots[i]`` and append them to its cache; ``parents``: see ``CachedRows``;
-        ``offsets``: differences between position and index."""
+        ``offsets``: differences between position and index; ``variants`` [rows]: variant of the model of each row."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        call = self.call(slots, counts, None, parents)
+        call = self.call(slots, counts, None, parents, variants)
         held = call.rows
         positions = call.positions
         if offsets is not None:
@@ -186,10 +198,11 @@ class Runner:
         counts: np.ndarray,
         lengths: np.ndarray | None = None,
         parents: np.ndarray | None = None,
+        variants: np.ndarray | None = None,
     ) -> DecodeCall:
         """Make a call over cached rows, see ``CachedRows``. Does not change the lengths of the rows."""
         held = CachedRows(self.cache, slots, counts, self.device, lengths, parents)
-        return DecodeCall(self.context(int(counts.sum())), held)
+        return DecodeCall(self.context(int(counts.sum()), None if variants is None else variants.repeat(counts)), held)
 
     @torch.no_grad()
     def score(
@@ -238,12 +251,20 @@ class Runner:
             return [prompts[w].copy() for w in which]
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
 
-    def context(self, tokens: int) -> Context:
-        """Make the context of a call of ``tokens`` tokens."""
+    def context(self, tokens: int, variants: np.ndarray | Tensor | None = None) -> Context:
+        """Make the context of a call of ``tokens`` tokens. ``variants`` [tokens]: variant of the model of each; a tensor in a static call."""
         ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
         if self.kv_dtype:
             ctx.attached[KV_DTYPE] = self.kv_dtype
+        if self.parts is not None and variants is not None:
+            ctx.attached[VARIANTS] = self._token_variants(variants, self.parts.capacity)
         return ctx
+
+    def _token_variants(self, variants: np.ndarray | Tensor, capacity: int) -> TokenVariants:
+        if isinstance(variants, Tensor):
+            return TokenVariants(variants, capacity, static=True)
+        same = bool((variants == variants[0]).all())
+        return TokenVariants(to_device(variants, self.device), capacity, int(variants[0]) if same else None)
 
     def run(self, ids: Tensor, positions: Tensor, call: Call, inputs: Mapping[str, Any] | None = None) -> Tensor:
         """Run the model on ids [tokens] at positions [tokens], or on other ``inputs``; returns hidden states [tokens, hidden] after the last

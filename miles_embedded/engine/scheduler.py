@@ -66,16 +66,22 @@ class Scheduler:
             text=StopText(self.decode, sampling.stop) if sampling.stop else None,
         )
 
-    def accept(self, rows: Sequence[Row], emitted: Emitted | Sampled, version: int) -> list[Row]:
-        """Append the tokens of a step; returns the rows that ended. Drops tokens after the end of a row."""
+    def accept(self, rows: Sequence[Row], emitted: Emitted | Sampled, versions: np.ndarray) -> list[Row]:
+        """Append the tokens of a step; returns the rows that ended. Drops tokens after the end of a row.
+
+        Args:
+            rows: rows that the step advanced.
+            emitted: their tokens.
+            versions: [variants] version of the weights of each variant of the model.
+        """
         if isinstance(emitted, Sampled):
             if len(rows) == self.columns.count:
-                return self._accept_from_all(rows, emitted, version)
+                return self._accept_from_all(rows, emitted, versions)
             emitted = Emitted.of(emitted)
         done = []
         for i, (row, tokens, log_probs) in enumerate(zip(rows, emitted.tokens, emitted.log_probs, strict=True)):
-            if tokens and row.version != version:
-                row.begin_version(version)
+            if tokens and row.version != versions[row.variant]:
+                row.begin_version(int(versions[row.variant]))
             for j, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
                 if row.records_support and emitted.supports is not None:
                     row.supports.append(emitted.supports[i][j])
@@ -86,11 +92,11 @@ class Scheduler:
         self.columns.refresh(rows)
         return done
 
-    def _accept_from_all(self, rows: Sequence[Row], sampled: Sampled, version: int) -> list[Row]:
+    def _accept_from_all(self, rows: Sequence[Row], sampled: Sampled, versions: np.ndarray) -> list[Row]:
         """``accept`` for one token of every running row: plain steps, whose host time must not grow with the rows."""
         tokens, log_probs = np.asarray(sampled.tokens), np.asarray(sampled.log_probs)
         columns = self.columns
-        ended = columns.append(tokens, log_probs, version, rows)
+        ended = columns.append(tokens, log_probs, versions, rows)
         if sampled.supports is not None:
             for i, row in enumerate(rows):
                 if row.records_support:

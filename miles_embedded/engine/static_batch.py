@@ -28,13 +28,16 @@ class StaticBatch:
         prompt_slots, prompt_lengths: [size] int64, slot and length of each row's prompt.
         keys: [size] int64, request keys for sampling.
         greedy: [size] int64, 1 for rows that choose the most likely token.
+        variants: [size] int64, variant of the model of each row.
         temperature: [size, 1] float32; 1 for greedy rows.
         index: [size] int64, 0, 1, 2 ...
         results: [2, size] float64, tokens sampled by a step and their log-probabilities.
     """
 
     #: Integers of a row, one buffer each.
-    INTEGERS: ClassVar[tuple[str, ...]] = ("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "greedy")
+    INTEGERS: ClassVar[tuple[str, ...]] = (
+        *("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "greedy", "variants"),
+    )
 
     tokens: Tensor
     lengths: Tensor
@@ -42,6 +45,7 @@ class StaticBatch:
     prompt_lengths: Tensor
     keys: Tensor
     greedy: Tensor
+    variants: Tensor
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -60,6 +64,7 @@ class StaticBatch:
         prompt_lengths: np.ndarray,
         keys: Sequence[int] | np.ndarray,
         temperatures: Sequence[float] | np.ndarray,
+        variants: Sequence[int] | np.ndarray,
         *more: Sequence[int],
     ) -> None:
         """Write the inputs of a step; temperature 0 means greedy, and ``more`` are the integers that a subclass adds. The remaining rows are
@@ -67,7 +72,7 @@ class StaticBatch:
         count = len(tokens)
         integers = np.zeros((len(self.INTEGERS), self.size), np.int64)
         greedy = np.equal(temperatures, 0)
-        integers[:, :count] = np.array([tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, *more])
+        integers[:, :count] = np.array([tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, variants, *more])
         temperature = np.ones((self.size, 1), np.float32)
         temperature[:count, 0] = np.where(greedy, 1.0, temperatures)
         self._integers.copy_(torch.from_numpy(integers))

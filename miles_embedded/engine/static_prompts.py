@@ -73,29 +73,38 @@ class PromptBatch:
         positions: [MOST_TOKENS] int64, index of each token in its prompt.
         slots: [MOST_TOKENS] int64, cache slot of each token's prompt.
         columns: [MOST_TOKENS] int64, where the token is stored in the slot.
+        variants: [MOST_TOKENS] int64, variant of the model of each token's prompt; 0 for the padding.
         bounds: [prompts + 1] int32, where each prompt starts, and the end of the last one. Unused prompts are empty.
         last: [prompts] int64, the last token of each prompt; 0 for the padding.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._integers = torch.zeros(4, MOST_TOKENS, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.slots, self.columns = self._integers
+        self._integers = torch.zeros(5, MOST_TOKENS, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots, self.columns, self.variants = self._integers
         prompts = _power_of_two(MOST_TOKENS + 1)
         self.bounds = torch.zeros(prompts + 1, dtype=torch.int32, device=device)
         self.last = torch.zeros(prompts, dtype=torch.int64, device=device)
 
-    def fill(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, free: int, shape: PromptShape) -> None:
-        """Write prompts with their cache slots; the tokens of the padding are stored in slot ``free``, in as many columns as the longest prompt
-        needs."""
+    def fill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        slots: np.ndarray,
+        free: int,
+        shape: PromptShape,
+        variants: Sequence[int],
+    ) -> None:
+        """Write prompts with their cache slots and variants; the tokens of the padding are stored in slot ``free``, in as many columns as
+        the longest prompt needs."""
         lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
         count = int(lengths.sum())
-        integers = np.zeros((4, shape.tokens), np.int64)
+        integers = np.zeros((5, shape.tokens), np.int64)
         padding = np.arange(shape.tokens - count)
         integers[0, :count] = np.concatenate([np.asarray(s, np.int64) for s in sequences])
         integers[1] = np.concatenate([*(np.arange(n) for n in lengths), padding])
         integers[2] = np.concatenate([np.repeat(slots, lengths), np.full(len(padding), free)])
         integers[3] = integers[1]
         integers[3, count:] %= lengths.max()
+        integers[4, :count] = np.repeat(variants, lengths)
         bounds = np.full(shape.prompts + 1, shape.tokens, np.int32)
         bounds[: len(lengths) + 1] = np.concatenate([[0], lengths.cumsum()])
         last = np.zeros(shape.prompts, np.int64)
@@ -167,7 +176,8 @@ class StaticPrompts:
     def __call__(self, shape: PromptShape) -> Tensor:
         """Compute the prompts and store them in the cache; returns the hidden states of their last tokens [prompts, hidden]."""
         runner, batch = self.runner, self.batch
-        call = StaticPromptCall(runner.context(shape.tokens), runner.cache, batch, shape)
+        ctx = runner.context(shape.tokens, batch.variants[: shape.tokens])
+        call = StaticPromptCall(ctx, runner.cache, batch, shape)
         hidden = runner.run(batch.tokens[: shape.tokens], call.positions, call)
         self.recorded[shape] = call.keep_recorded(shape.names)
         return hidden.index_select(0, batch.last[: shape.prompts])

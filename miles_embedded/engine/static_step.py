@@ -64,7 +64,7 @@ class StaticStep:
         If ``shape.draws``, also writes ``batch.results`` and advances ``batch.tokens`` and ``batch.lengths``.
         """
         runner, batch, count = self.runner, self.batch, shape.rows
-        call = StaticCall(runner.context(count), runner.cache, batch, count)
+        call = StaticCall(runner.context(count, batch.variants[:count]), runner.cache, batch, count)
         hidden = runner.run(batch.tokens[:count], call.positions, call)
         call.keep_recorded(shape.names)
         logits: Tensor = runner.head(hidden)

@@ -93,7 +93,7 @@ def test_the_engine_is_paused_while_weights_change(watched, long, monkeypatch):
     plain = EmbeddedEngine.update_weights
 
     async def update(self, units, version):
-        seen.append((self._paused, len(self.rows)))
+        seen.append((self.paused, len(self.rows)))
         await plain(self, units, version)
 
     monkeypatch.setattr(EmbeddedEngine, "update_weights", update)

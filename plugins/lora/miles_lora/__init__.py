@@ -34,6 +34,11 @@ class LoraOptions:
         help="merged: the engine receives base plus adapters as ordinary weights; adapter: it loads the base itself, receives only "
         "adapters, and applies them next to the base",
     )
+    separate_engines: bool = option(
+        False,
+        flag="--lora-separate-engines",
+        help="decode each policy in an embedded engine of its own; by default, policies over one base share one where possible",
+    )
     base_gpus: int = option(
         1,
         flag="--lora-base-gpus",

@@ -13,12 +13,23 @@ from torch import Tensor, nn
 
 from miles_core.data import WeightUnit
 from miles_core.plugin import CheckpointError, Policy, Run, StateKey, Store, hookimpl
-from miles_embedded import build_empty, checkpoint_config, full_values, is_constant, mark_constant, views
+from miles_embedded import (
+    Variant,
+    build_empty,
+    checkpoint_config,
+    full_values,
+    is_constant,
+    mark_constant,
+    mark_variant,
+    views,
+)
 from miles_lora import LoraOptions
 from miles_lora.adapter import Adapter, attach, delta_of, squared_norm
 from miles_lora.base import codec_of
+from miles_lora.one_engine import batch_key, shares_engine, value_of
 from miles_lora.peft_files import read_adapter, write_adapter
 from miles_lora.sharded import ShardedAdapters
+from miles_lora.stacks import Stacks
 from miles_lora.targets import Target, find_targets
 
 log = logging.getLogger(__name__)
@@ -78,12 +89,17 @@ class Lora:
         separate, trains = options.sync == "adapter", role in ("train", "shared") and _has_adapters(policy)
         if trains and not separate:
             mark_constant(model.parameters())
-        if not _has_adapters(policy) or not (trains or (separate and role == "rollout")):
+        together = role == "rollout" and shares_engine(run, policy, model)
+        if not (trains or together or (separate and role == "rollout" and _has_adapters(policy))):
             return
         format = codec_of(run, policy, role).format
         targets = find_targets(model, options.target_modules)
         seed = _seed_of(run, policy, options)
         adapters = attach(targets, options, seed, raw_inputs=format is not None and format.quantizes_activations)
+        if together:
+            mark_variant(model, Variant(batch_key(value_of(run, policy)), Stacks))
+        if not _has_adapters(policy):  # in one batch with policies that have some; its own stay 0
+            mark_constant((p for a in adapters.values() for p in a.parameters()), streamed=False)
         if not trains:
             return
         if options.adapter is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_embedded import size_of
 from miles_lora.memory import base_bytes, is_encoded, shares_base
+from miles_lora.one_engine import describe
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -29,6 +30,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
             )
         elif role == "critic":
             notes.append(f"lora: the policy {name} (critic) is trained in full, without adapters")
+    notes += describe(facts, model or {})
     problems += [*_too_few_gpus(facts), *_too_large(facts, model or {})]
     if shares_base(facts):
         how = str(facts.value("train.precision"))

@@ -1,8 +1,9 @@
 """Sends adapters to an engine with an API for loading them (transport ``adapter``), in peft's format.
 
 The message is ``{"adapter": name of the policy, "config": adapter_config.json, "tensors": adapter_model.safetensors as bytes}``; a policy
-without adapters, which computes with the base alone, sends the config None. Engines that take it declare the capability
-``transport:adapter``.
+without adapters, which computes with the base alone, sends the config None. Adapters of joined experts are those of the config's
+``target_parameters``. Engines that take the message declare the capability ``transport:adapter``; their plugins refuse adapters that they
+cannot apply.
 """
 
 from __future__ import annotations

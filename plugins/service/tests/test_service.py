@@ -249,6 +249,8 @@ def test_samplers_keep_the_weights_they_were_made_with(server, client):
         assert tokens == tokens_again and len(tokens[0]) == 6
         np.testing.assert_allclose(scores, scores_again, atol=1e-6)
         np.testing.assert_allclose(prompt, prompt_again, atol=1e-6)
+    samplers = server.service.adapters.samplers
+    assert len({id(each.opened.parts.engine.batch) for each in samplers}) == 1 < len(samplers), "one batch"
     prompts = [prompt[1:].tobytes() for _, _, prompt in first]
     assert prompts[0] == prompts[4] and len(set(prompts)) == 4  # an adapter begins as the base
     assert np.isnan(first[0][2][0])

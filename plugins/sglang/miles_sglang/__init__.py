@@ -246,7 +246,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
-    hooks={"": "miles_sglang.early:Early", "sglang.url": "miles_sglang.pool_metrics:PoolMetrics"},
+    hooks={"": "miles_sglang.early:Early", "sglang.url": "miles_sglang.pool:SglangMetrics"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

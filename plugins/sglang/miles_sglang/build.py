@@ -13,6 +13,7 @@ from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts, 
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
+from miles_sglang.adapter_layout import names_experts
 from miles_sglang.adapters import adapter_arguments
 from miles_sglang.capture import graph_arguments
 from miles_sglang.choices import Choices
@@ -21,18 +22,16 @@ from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.images import ImageReader
 from miles_sglang.link import Link
-from miles_sglang.member import Model
 from miles_sglang.memory import default_share
-from miles_sglang.pool import connect_pool
-from miles_sglang.pool_metrics import report_news
+from miles_sglang.pool import SAME, connect_pool
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
-from miles_sglang.review import describe_shared_server
 from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
-from miles_sglang.shared import SharedServer, share
+from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
 from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers.servers import SameModel, Shared, describe_shared_server, report_news, share
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ _STATES = "SGLANG_MAMBA_CONV_DTYPE"
 #: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
 _EXACT = "MILES_TRUE_ON_POLICY"
 #: Base and choices -> the SGLang that several engines of this process use.
-SERVERS = StateKey[dict[str, SharedServer]]()
+SERVERS = StateKey[dict[str, Shared[Link]]]()
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
@@ -88,7 +87,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
     codec = make_codec(run, policy)
     engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
-    report_news(run, engine.link)
+    report_news(run, "sglang", engine.link.news)
     return engine
 
 
@@ -99,7 +98,7 @@ def check_servers(run: Any, policy: Any, choices: Choices) -> None:
         ConfigError: one does."""
     for other in run.policies if choices.url and run.config_of(policy).run.transport != "adapter" else ():
         if other is not policy and other.generates and {*choices.url} & {*_own_choices(run, other).url}:
-            why = describe_shared_server(other.name, policy.name)
+            why = describe_shared_server(other.name, policy.name, "sglang")
             raise ConfigError(f"--sglang-url {','.join(map(redact, choices.url))}: {why}")
 
 
@@ -122,7 +121,11 @@ def _choices(run: Any, policy: Any) -> Choices:
     if run.config_of(policy).run.transport != "adapter":
         return own
     options = [run.config_of(each).plugin("lora") for each in _sharing(run, policy, own)]
-    return replace(own, arguments={**adapter_arguments(options), **own.arguments})
+    moe = bool(run.plan.fact("model.moe"))
+    experts = any(names_experts(each.target_modules, moe) for each in options)
+    # the other runners that SGLang chooses for some formats and GPUs add no adapters
+    runner = {"moe_runner_backend": "triton"} if experts and run.config_of(policy).rollout.precision != "int4" else {}
+    return replace(own, arguments={**adapter_arguments(options, experts), **runner, **own.arguments})
 
 
 def _sharing(run: Any, policy: Any, own: Choices) -> list[Any]:
@@ -181,7 +184,7 @@ def assemble(
     early: dict[Path, Spawned] | None = None,
     codec_of: Callable[[str], Codec] | None = None,
     processor: ImageProcessor | None = None,
-    shared: dict[str, SharedServer] | None = None,
+    shared: dict[str, Shared[Link]] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -198,9 +201,9 @@ def assemble(
     config = language_config(checkpoint)
     serve = partial(_serve, checkpoint, config, directory, choices)
     served, context = serve(codec), choices.max_context or int(config["max_position_embeddings"])
-    model = Model(Path(checkpoint), config, receives=shared is None)
+    model = SameModel(Path(checkpoint), config, "--sglang-url", "SGLang", SAME, receives=shared is None)
     connect = partial(_connect, choices, served, context, model, directory, early)
-    link = connect() if shared is None else share(shared, _base_of(checkpoint, served, choices), connect)
+    link = connect() if shared is None else SharedLink(share(shared, _base_of(checkpoint, served, choices), connect))
     translator = _translator(detokenize, context, config, choices, processor)
     settings = Settings(
         translator,
@@ -250,7 +253,7 @@ def _connect(
     choices: Choices,
     served: Served,
     context: int,
-    model: Model,
+    model: SameModel,
     directory: Path,
     early: dict[Path, Spawned] | None,
 ) -> Link:

@@ -17,16 +17,17 @@ from miles_core.plugin import MilesError, SyncError
 from miles_formats import Format, Quantizer
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import make_quantizer
-from miles_sglang.adapters import ADAPTER, ServedAdapter
+from miles_sglang.adapters import SglangAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
 from miles_sglang.inflight import Call
-from miles_sglang.link import Link, ServerLeft, SglangError, SglangLost
+from miles_sglang.link import Link
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
 from miles_sglang.update_result import check_accepted, check_coverage
-from miles_workers import Renewal
+from miles_workers import EngineLost, Renewal
+from miles_workers.servers import ADAPTER, ServerError, ServerLeft
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class SglangEngine(Engine):
         self._renewal = Renewal(self, "SGLang", settings.restarts, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
         directory = None if settings.over_http else settings.weights_dir
-        self._adapter = ServedAdapter(lambda *arguments: self.link.call(*arguments), directory)
+        self._adapter = SglangAdapter(lambda *arguments: self.link.call(*arguments), directory)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -124,11 +125,11 @@ class SglangEngine(Engine):
         times, call.sent = self._renewal.times, True
         try:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
-        except SglangLost as lost:
+        except EngineLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
             return None
-        except SglangError as error:
+        except ServerError as error:
             call.sent = call.sent and not isinstance(error, ServerLeft)
             if call.aborted or not call.sent:
                 return None
@@ -333,7 +334,7 @@ class SglangEngine(Engine):
             if self._dead:
                 await self._start_again()
             yield
-        except SglangLost as lost:
+        except EngineLost as lost:
             self._dead = True
             if self._renewal.here:
                 raise

@@ -1,40 +1,25 @@
 """The interface between the engine and SGLang. A call has the name of an endpoint of SGLang's HTTP server, and the body of a request to it.
 
-``process`` implements it with an ``sglang.Engine`` in a separate process, ``server`` with a running HTTP server.
+``process`` implements it with an ``sglang.Engine`` in a separate process, ``pool`` with running HTTP servers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 from miles_workers import EngineLost
+from miles_workers.servers import PoolNews, ServerError
 
 
-class SglangError(MilesError):
+class SglangError(ServerError):
     """SGLang rejected a call or is not running."""
 
 
 class SglangLost(EngineLost, SglangError):
     """SGLang's process ended unexpectedly."""
-
-
-class ServerLeft(SglangError):
-    """The server that had a request left the pool. Another server can answer the request."""
-
-
-@dataclass
-class PoolNews:
-    """What happened to running servers: numbers of servers that serve, joined and left, and of requests that were sent again."""
-
-    serving: int = 0
-    joined: int = 0
-    left: int = 0
-    retried: int = 0
 
 
 class Link(ABC):
@@ -65,15 +50,15 @@ class Link(ABC):
 
     @abstractmethod
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        """Call the endpoint ``generate``. Raises the errors of ``call``, and ServerLeft."""
+        """Call the endpoint ``generate``. Raises the errors of ``call``, and ServerLeft if another server can answer."""
 
     @abstractmethod
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         """Call another endpoint, e.g. ``flush_cache``, and return its answer.
 
         Raises:
-            SglangError: SGLang rejected the call.
-            SglangLost: SGLang ended before it answered."""
+            ServerError: SGLang rejected the call.
+            EngineLost: SGLang ended before it answered."""
 
     async def generate_each(self, body: Mapping[str, Any]) -> Mapping[str, Answer]:
         """Call ``generate`` on every server: address -> answer. A single SGLang is named ""."""

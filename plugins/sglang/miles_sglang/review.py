@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
+from miles_core.plugin import Facts, Problem, Review, describe_fact
+from miles_sglang.adapter_layout import ALL_EXPERTS, EXPERT_PARAMETERS, names_experts
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
-from miles_sglang.server_list import ServerList
+from miles_workers.servers import find_shared_servers, find_url_problems
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -31,6 +31,8 @@ _JOINED = (
     (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"q_proj", "v_proj"})),
     (frozenset({"gate_proj", "up_proj"}), frozenset({"gate_proj"})),
 )
+#: Runners of experts that add adapters (``srt/lora/layers.py``), and families whose experts have gate and up in alternating rows.
+_ADAPTING, _INTERLEAVED = ("triton", "marlin"), ("gpt_oss",)
 #: Model type -> why SGLang 0.5.17 cannot take processed images of it.
 REFUSED = {
     "glm4v": "SGLang 0.5.17 ignores the sizes of processed images in this family, so its positions would be wrong",
@@ -44,12 +46,12 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_architecture(facts, model or {}),
         *_images(facts),
         *_python_path(facts),
-        *_address(facts),
-        *_several_processes(facts),
-        *_several_policies(facts),
+        *find_url_problems(facts, "sglang"),
+        *find_shared_servers(facts, "sglang"),
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),
+        *_adapted_experts(facts),
         *_gpus(facts),
         *_machines(facts),
         *find_size_problems(facts, model),
@@ -103,6 +105,43 @@ def _adapted(facts: Facts) -> Iterator[Problem]:
                 needs = f"{','.join(sorted(needed))} in --lora-target-modules"
                 yield Problem("sglang", needs, why, (describe_fact(fact),), choices=("lora.target_modules",))
                 return
+
+
+def _adapted_experts(facts: Facts) -> Iterator[Problem]:
+    """Report adapters of joined experts where SGLang 0.5.17 has no kernels for them, or reads them in another order."""
+    if facts.value("engine") != "sglang" or facts.value("transport") != "adapter":
+        return
+    for policy in facts.policies:
+        own = facts.scope(policy)
+        names = [name.strip() for name in str(own.value("lora.target_modules")).split(",")]
+        if not names_experts(names, bool(own.value("model.moe"))):
+            continue
+        unknown = [n for n in names if "expert" in n and n.rpartition(".")[2] not in (*EXPERT_PARAMETERS, ALL_EXPERTS)]
+        checks = (
+            ("lora.target_modules", bool(unknown), f"it adapts the experts' {' and '.join(EXPERT_PARAMETERS)} only"),
+            ("model.device", not _has_gpu(own), "its kernels for adapters of experts are written in Triton for GPUs"),
+            ("model.type", own.value("model.type") in _INTERLEAVED, "it has gate and up of these experts in turns"),
+            (
+                "sglang.moe_runner_backend",
+                own.value("sglang.moe_runner_backend") not in (None, "", "auto", *_ADAPTING),
+                f"of its runners of experts, {' and '.join(_ADAPTING)} add adapters",
+            ),
+            (
+                "sglang.moe_a2a_backend",
+                own.value("sglang.moe_a2a_backend") not in (None, "", "none"),
+                "these dispatchers pass tokens to runners that add no adapters",
+            ),
+        )
+        for name, wrong, why in checks:
+            if wrong:
+                needs = "adapters of joined experts that SGLang 0.5.17 can add, or --lora-sync merged"
+                described = describe_fact(own.lookup(name)), describe_fact(own.lookup("lora.target_modules"))
+                yield Problem("sglang", needs, why, tuple(dict.fromkeys(described)), choices=(name,))
+
+
+def _has_gpu(facts: Facts) -> bool:
+    """Whether SGLang runs on a GPU, as far as the plan knows."""
+    return facts.value("model.device") != "cpu" and facts.value("gpu.count") != 0
 
 
 def _python_path(facts: Facts) -> Iterator[Problem]:
@@ -163,59 +202,6 @@ def _machines(facts: Facts) -> Iterator[Problem]:
         tuple(describe_fact(facts.lookup(name)) for name in names),
         choices=names[:2],
         tries=lambda: [{"rollout.precision": "fp8"}],
-    )
-
-
-def _address(facts: Facts) -> Iterator[Problem]:
-    """Report addresses of servers that cannot be used."""
-    if not (listed := facts.value("sglang.url")):
-        return
-    try:
-        ServerList(str(listed).split(",")).read()
-    except ConfigError as error:
-        needs = "addresses like http://host:30000, or a file of them"
-        yield Problem("sglang", needs, str(error), (describe_fact(facts.lookup("sglang.url")),))
-
-
-def _several_processes(facts: Facts) -> Iterator[Problem]:
-    """Report several processes of the run that would each send all weights to the same servers, and pause all of them."""
-    names = ("ray.rollout_num_gpus", "ray.rollout_num_gpus_per_engine")
-    if not facts.value("plugin.ray") or not facts.value("sglang.url") or facts.value("transport") == "adapter":
-        return
-    gpus, per_engine = (facts.value(name) for name in names)
-    if gpus and per_engine and gpus > per_engine:
-        why = "one process of the run distributes requests and weights over all servers of --sglang-url"
-        values = tuple(describe_fact(facts.lookup(name)) for name in (*names, "sglang.url"))
-        tries = [{names[0]: per_engine}]
-        yield Problem("sglang", "one engine", why, values, choices=names[:1], tries=lambda: tries)
-
-
-def _several_policies(facts: Facts) -> Iterator[Problem]:
-    """Report policies whose whole weights would replace each other on the same servers."""
-    engines = [name for name in facts.policies if facts.value(f"policies.{name}.generates", True)]
-    urls: dict[str, str] = {}
-    for name in engines:
-        own = facts.scope(name)
-        if own.value("engine") != "sglang" or not (listed := own.value("sglang.url")):
-            continue
-        for url in str(listed).split(","):
-            other = urls.setdefault(url.strip(" /"), name)
-            if other == name or (own.value("transport"), facts.scope(other).value("transport")) == ("adapter",) * 2:
-                continue
-            values = tuple(describe_fact(facts.scope(each).lookup("sglang.url")) for each in (other, name))
-            why = describe_shared_server(other, name)
-            choices = ("sglang.url", "lora.sync") if facts.value("plugin.lora") else ("sglang.url",)
-            tries = partial(list[dict[str, Any]], [{"lora.sync": "adapter"}] if len(choices) > 1 else [])
-            yield Problem("sglang", "one policy per server", why, values, choices=choices, tries=tries)
-            return
-
-
-def describe_shared_server(one: str, other: str) -> str:
-    """Explain why two policies that are sent whole cannot be on the same servers, and what to do."""
-    return (
-        f"the policies {one} and {other} would each send all of their weights to the same servers and replace the other's: train adapters "
-        "(--plugins lora --lora-sync adapter), or give each policy servers of its own in the configuration file, "
-        f"policies: {{{other}: {{sglang: {{url: ADDRESS}}}}}}"
     )
 
 

@@ -245,7 +245,10 @@ class Manager:
             if name.endswith("lora_A.weight"):
                 layer = name.removeprefix("base_model.model.").removesuffix("lora_A.weight") + "weight"
                 delta = found[name.replace("lora_A", "lora_B")] @ down * config["lora_alpha"] / config["r"]
-                tensors[layer] = self.tensors[layer] + delta
+                halves = [layer.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")]
+                parts = delta.chunk(2) if halves[0] != layer else [delta]
+                for one, part in zip(dict.fromkeys(halves), parts, strict=True):
+                    tensors[one] = self.tensors[one] + part
         engine = EmbeddedEngine(load_model(str(self.checkpoint)), self.settings)
         await engine.update_weights([Encoded(name, {name: tensor}) for name, tensor in tensors.items()], 0)
         self.adapters[body.lora_name] = engine

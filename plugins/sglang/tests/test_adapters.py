@@ -18,11 +18,12 @@ import miles_sglang
 from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError, PlanError
 from miles_formats import Codec
-from miles_sglang import build
+from miles_sglang import build, review
 from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
-from miles_sglang.shared import SharedServer
+from miles_sglang.link import Link
 from miles_testing import tiny_checkpoint
+from miles_workers.servers import Shared
 
 pytest.importorskip("miles_lora")
 pytest.importorskip("peft")
@@ -61,6 +62,21 @@ def test_only_adapters_travel_and_sglang_applies_the_newest(double: types.Simple
     assert not any((run.directory / "sglang" / "weights").iterdir())
     arguments = double.link.arguments
     assert arguments["enable_lora"] and (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (8, ["all"])
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_use_rslora": True}])
+def test_adapters_of_experts_arrive(
+    double: types.SimpleNamespace, toy_run: Any, monkeypatch: Any, more: dict[str, Any]
+) -> None:
+    """The double loads adapters as SGLang does, a pair per expert, and its log-probabilities are those of the trainer."""
+    monkeypatch.setattr(review, "_has_gpu", lambda facts: True)
+    options = {**RUN, **more, "family": "qwen3_moe", "lora_target_modules": "all-experts", "lora_rank": 3}
+    run = toy_run(["lora"], steps=2, verify_logprobs=True, **options)
+    arguments = double.link.arguments
+    assert arguments["lora_target_modules"] == ["down_proj", "gate_up_proj"]
+    assert arguments["moe_runner_backend"] == "triton"
+    assert all(step["verify/abs_log_prob"] < 1e-5 for step in run.metrics) and run.metrics[-1]["verify/moved"] > 0.99
+    assert run.metrics[-1]["train/lora_delta_norm"] > 0.05
 
 
 TURNS = """
@@ -107,7 +123,7 @@ def test_all_policies_survive_a_restart_of_their_sglang(double: types.SimpleName
 
 def test_a_sync_of_one_policy_leaves_the_requests_of_another(double: types.SimpleNamespace, tmp_path: Path) -> None:
     """Two engines over one SGLang: one generates while the other aborts, is paused and receives an adapter; then an adapter is missing."""
-    checkpoint, servers = tiny_checkpoint("qwen3", tmp_path / "model"), dict[str, SharedServer]()
+    checkpoint, servers = tiny_checkpoint("qwen3", tmp_path / "model"), dict[str, Shared[Link]]()
     loras = {"enable_lora": True, "max_lora_rank": 4, "max_loaded_loras": 3}
 
     def make() -> SglangEngine:

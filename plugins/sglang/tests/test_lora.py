@@ -9,12 +9,17 @@ from safetensors.torch import load_file, save, save_file
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.data import WeightUnit
 from miles_core.plugin import ConfigError
-from miles_formats import FormatCodec
+from miles_formats import Codec, FormatCodec
 from miles_formats.convert.conversion import run as convert
 from miles_formats.convert.encode import to_format
 from miles_fp8.format import Fp8
 from miles_int4.format import Int4
+from miles_lora import LoraOptions
+from miles_lora.adapter import Adapter
+from miles_lora.peft_files import adapter_config, names_of
+from miles_lora.targets import find_targets
 from miles_sglang import installed
+from miles_sglang.adapters import adapter_arguments
 from miles_sglang.build import assemble
 from miles_sglang.choices import Choices
 from miles_testing import tiny_checkpoint, toy_run
@@ -51,7 +56,7 @@ def test_policies_train_adapters_on_one_sglang(tmp_path, schedule):
     done = toy_run(["lora"], tmp_path / "run", steps=4, hf_checkpoint=checkpoint, **LORA, **options)
     first, last = done.metrics[0], done.metrics[-1]
     assert [part.engine.version for part in done.parts] == [4, 4, 0]
-    assert len({id(part.engine.link._server) for part in done.parts}) == 1, "one SGLang"
+    assert len({id(part.engine.link._use._shared) for part in done.parts}) == 1, "one SGLang"
     for name, part in zip(("solver", "judge"), done.parts, strict=False):
         assert last[f"{name}/train/lora_delta_norm"] > first[f"{name}/train/lora_delta_norm"] > 0
         assert last[f"{name}/train/ref_kl"] > 1e-3, "the adapters change the policy"
@@ -115,3 +120,59 @@ def test_adapters_over_an_encoded_base(format, tmp_path, quantized_layers):
             logits = model(torch.tensor([sequence[:-1]])).logits[0].log_softmax(-1)
         expected = logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         assert (torch.from_numpy(found) - expected).abs().mean() < 0.05  # BF16 noise
+
+
+@pytest.mark.thorough  # starts SGLang
+def test_adapters_of_experts(tmp_path, quantized_layers):
+    """SGLang adds two policies' adapters of joined experts: its log-probabilities are those of base plus adapter."""
+    from transformers import AutoModelForCausalLM
+
+    quantized_layers("experts")
+    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path / "model", 0, **SIZES, moe_intermediate_size=64)
+    cuda, sequence = torch.cuda.is_available(), list(range(5, 45))
+    backend = "triton" if cuda else "torch_native"
+    arguments = {**adapter_arguments([LoraOptions(rank=4, target_modules=("all-experts",))] * 2, experts=True)}
+    arguments |= {"max_total_tokens": 4096, "lora_backend": backend, "moe_runner_backend": "triton"}
+    choices = Choices(arguments=arguments, device="cuda" if cuda else "cpu", dtype="float32", max_context=512)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    targets, pairs, generator = find_targets(model, ["all-experts"]), [], torch.Generator().manual_seed(0)
+    for _ in range(2):
+        adapters = {t.source: Adapter(getattr(t.module, t.attribute), LoraOptions(rank=4)) for t in targets}
+        for adapter in adapters.values():
+            for matrix in adapter.parameters():
+                matrix.data = torch.randn(matrix.shape, generator=generator) / 4
+        pairs.append(adapters)
+
+    def message(number):
+        starts = names_of(targets)
+        tensors = {
+            f"{starts[n]}lora_{x}.weight": getattr(a, f"lora_{x}").data for n, a in pairs[number].items() for x in "AB"
+        }
+        config = adapter_config(targets, LoraOptions(rank=4), str(checkpoint), model)
+        return {"adapter": f"policy-{number}", "config": config, "tensors": save(tensors)}
+
+    async def score():
+        servers, found = {}, []
+        engines = [assemble(checkpoint, Codec(), str, tmp_path, choices, shared=servers) for _ in pairs]
+        try:
+            for number, engine in enumerate(engines):
+                await engine.start()
+                await engine.receive(message(number), 0, True)
+            for engine in engines:
+                found.append((await engine.score([sequence]))[0])
+        finally:
+            for engine in engines:
+                await engine.stop()
+        return found
+
+    scores = asyncio.run(score())
+    assert abs(scores[0] - scores[1]).mean() > 0.1, "the adapters differ"
+    for adapters, found in zip(pairs, scores, strict=True):
+        summed = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        with torch.no_grad():
+            for name, adapter in adapters.items():
+                parameter = summed.get_parameter(name)
+                parameter.copy_(adapter(parameter))
+            logits = summed(torch.tensor([sequence[:-1]])).logits[0].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        assert (torch.from_numpy(found) - expected).abs().max() < 1e-3

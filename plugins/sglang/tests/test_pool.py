@@ -24,14 +24,14 @@ from miles_core.config.load import load
 from miles_core.engine import Request, Sampling
 from miles_core.plugin import ConfigError, PlanError, Policy
 from miles_formats import Codec
-from miles_sglang import build, pool, tensor_messages
+from miles_sglang import build, tensor_messages
 from miles_sglang.buckets import Bucket
 from miles_sglang.build import assemble
 from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
-from miles_sglang.link import SglangError
 from miles_testing import tiny_checkpoint
 from miles_testing.engine_contract import stored_units
+from miles_workers.servers import ServerError, pool
 
 Start = Callable[..., ServerDouble]
 LONG = Sampling(60, ignore_eos=True)
@@ -262,7 +262,7 @@ def test_the_last_server_that_dies_ends_the_run_with_one_sentence(start: Start, 
     for server in servers:
         server.fatal["generate"] = 20
     options = {"hf_checkpoint": servers[0].manager.checkpoint, "engine": "sglang", "device": "cpu"}
-    with pytest.raises(SglangError, match=r"no server is left: .*; start a server, and continue the run with --load"):
+    with pytest.raises(ServerError, match=r"no server is left: .*; start a server, and continue the run with --load"):
         toy_run([], steps=20, sglang_url=",".join(server.url for server in servers), **options)
 
 
@@ -309,7 +309,7 @@ def test_a_server_that_refuses_an_update_leaves_later_and_ends_the_run_at_first(
         await engine.start()
         try:
             second.refuses["update_weights_from_tensor"] = "no room"
-            with pytest.raises(SglangError, match=f"{second.url}: update_weights_from_tensor answered 400: .*no room"):
+            with pytest.raises(ServerError, match=f"{second.url}: update_weights_from_tensor answered 400: .*no room"):
                 await update(engine, checkpoints[0], 0)
             second.refuses.clear()
             await update(engine, checkpoints[0], 0)
@@ -317,7 +317,7 @@ def test_a_server_that_refuses_an_update_leaves_later_and_ends_the_run_at_first(
             await update(engine, checkpoints[1], 1)
             assert engine.version == 1 and f"{second.url} left (" in caplog.text
             first.fatal["update_weights_from_tensor"] = first.calls["update_weights_from_tensor"] + 1
-            with pytest.raises(SglangError, match="no server is left"):
+            with pytest.raises(ServerError, match="no server is left"):
                 await update(engine, checkpoints[0], 2)
         finally:
             await engine.stop()
@@ -442,7 +442,7 @@ def test_servers_that_differ_are_refused(
         info = {"model_path": str(tiny_checkpoint("qwen3_moe", tmp_path / "other", vocab_size=96))}
     second.info, second.model_info = info, model_info
     engine = engine_for(checkpoints[0], first.url, second.url)
-    with pytest.raises(SglangError, match=f"--sglang-url {second.url}: the server.*{said.format(first=first.url)}"):
+    with pytest.raises(ServerError, match=f"--sglang-url {second.url}: the server.*{said.format(first=first.url)}"):
         asyncio.run(engine.start())
     assert not first.calls["generate"] and not first.calls["update_weights_from_tensor"]
 
@@ -450,7 +450,7 @@ def test_servers_that_differ_are_refused(
 def test_a_server_that_is_dead_at_the_start_is_named(start: Start, checkpoints: list[Path]) -> None:
     engine = engine_for(checkpoints[0], start().url, "http://127.0.0.1:9")
     with pytest.raises(
-        SglangError, match=r"--sglang-url http://127.0.0.1:9: no SGLang server answers there .*start it"
+        ServerError, match=r"--sglang-url http://127.0.0.1:9: no SGLang server answers there .*start it"
     ):
         asyncio.run(engine.start())
 

@@ -91,7 +91,7 @@ def test_a_decoded_token_has_the_bits_of_its_prompt(attend, name, static):
         context = Context("rollout", (0,), torch.arange(2, device=device))
         if static:
             cache.own.reserve(2, 16)
-            batch.fill([0, 0], np.full(2, step), slots, np.array(prompts), [0, 1], [1.0, 1.0])
+            batch.fill([0, 0], np.full(2, step), slots, np.array(prompts), [0, 1], [1.0, 1.0], [0, 0])
             found = attend(StaticCall(context, cache, batch, 2), MODULE, *fed, 0.25, options)
         else:
             held = CachedRows(cache, rows, np.ones(2, np.int64), device)

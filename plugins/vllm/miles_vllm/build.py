@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_core.plugin import model_facts
+from miles_core.plugin import StateKey, model_facts
 from miles_formats import Codec, make_codec
-from miles_formats.convert import layout
+from miles_formats.convert import Layout, layout
 from miles_vllm import plugin, receiver
+from miles_vllm.adapters import adapter_arguments
 from miles_vllm.config import read_args
 from miles_vllm.engine import Settings, VllmEngine
+from miles_vllm.link import Link
+from miles_vllm.pool import MESSAGE_BYTES, PoolLink
+from miles_vllm.process import Launch, ProcessLink
 from miles_vllm.requests import Translator
+from miles_vllm.server import FLAG, SAME, Needs
+from miles_vllm.shared import SharedLink
 from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers.servers import SameModel, Shared, report_news, share
 
 #: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
 BESIDE, ALTERNATING = 0.4, 0.8
@@ -22,6 +30,8 @@ BESIDE, ALTERNATING = 0.4, 0.8
 _SLACK = 1
 #: Bytes of the cache on a CPU, where vLLM would take most of the memory.
 _CPU_CACHE = 1 << 30
+#: Checkpoint and choices -> the vLLM that several engines of this process use.
+SERVERS = StateKey[dict[str, Shared[Link]]]()
 _ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # _SLACK may exceed the model's limit
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -37,6 +47,8 @@ class Choices:
         arguments: further arguments of ``AsyncEngineArgs``.
         device: ``cuda`` or ``cpu``.
         max_context: maximum tokens of prompt and response; 0 means the model's limit.
+        adapters: arguments of vLLM for adapters; empty if the engine receives all weights.
+        url: addresses of running servers, or a file of them; then this run does not start vLLM.
         routed_dtype: dtype of the routed experts column.
         name: name of vLLM's process.
     """
@@ -50,6 +62,9 @@ class Choices:
     kv_cache_dtype: str = "auto"
     routed_dtype: str = "int32"
     name: str = "vllm"
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    url: tuple[str, ...] = ()
+    weights_dir: Path | None = None
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
     max_restarts: int = 0
@@ -63,10 +78,35 @@ def make_engine(run: Any, policy: Any) -> VllmEngine:
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
+    choices = _choices(run, policy)
+    shared = run.state.setdefault(SERVERS, {}) if run.config_of(policy).run.transport == "adapter" else None
+    codec, directory = make_codec(run, policy), Path(run.directory)
+    engine = assemble(policy.hf_checkpoint, codec, detokenize, directory, choices, shared)
+    report_news(run, plugin.name, engine.link.news)
+    return engine
+
+
+def _choices(run: Any, policy: Any) -> Choices:
+    """Return the choices for a policy's engine, which shares vLLM with those of other policies if the engine receives adapters."""
+    own = _own_choices(run, policy)
+    if run.config_of(policy).run.transport != "adapter":
+        return own
+    alone = not own.url and run.config.run.runtime != "inline"  # each engine is in a process of its own
+    sharing = [
+        other
+        for other in ([policy] if alone else run.policies)
+        if other.generates and other.hf_checkpoint == policy.hf_checkpoint and _own_choices(run, other) == own
+    ]
+    options = [run.config_of(other).plugin("lora") for other in sharing]
+    return replace(own, adapters=adapter_arguments(options, policy.hf_checkpoint))
+
+
+def _own_choices(run: Any, policy: Any) -> Choices:
     config = run.config_of(policy)
     options = config.plugin(plugin.name)
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
-    choices = Choices(
+    name = "" if config.run.transport == "adapter" else policy.name
+    return Choices(
         arguments=_arguments(config, options),
         device=_device(config.model.device),
         dtype=config.model.dtype,
@@ -75,17 +115,23 @@ def make_engine(run: Any, policy: Any) -> VllmEngine:
         max_running_requests=config.rollout.max_running_requests,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         routed_dtype=routed.dtype if routed else "int32",
-        name="-".join(filter(None, (worker_name(), policy.name, "vllm"))),
+        name="-".join(filter(None, (worker_name(), name, "vllm"))),
+        url=options.url or (),
+        weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
         allow_mismatch=config.run.allow_mismatch,
     )
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, Path(run.directory), choices)
 
 
 def assemble(
-    checkpoint: str | Path, codec: Codec, detokenize: Callable[[list[int]], str], directory: Path, choices: Choices
+    checkpoint: str | Path,
+    codec: Codec,
+    detokenize: Callable[[list[int]], str],
+    directory: Path,
+    choices: Choices,
+    shared: dict[str, Shared[Link]] | None = None,
 ) -> VllmEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -95,34 +141,53 @@ def assemble(
         detokenize: converts token ids to text without special tokens.
         directory: the run directory.
         choices: how to start vLLM.
+        shared: the vLLMs that several engines use, by checkpoint and choices; None if this engine receives all weights.
     """
     config = language_config(checkpoint)
     context = choices.max_context or int(config["max_position_embeddings"])
-    described, model = layout(checkpoint, codec), {"model": str(checkpoint)}
-    if not described.stored:  # the checkpoint is quantised, and the first sync sends the dequantised weights
-        described.write(directory / "vllm-model")
-        model = {"model": str(directory / "vllm-model"), "load_format": "dummy"}
+    described = layout(checkpoint, codec)
     routing = _routing(config, choices)
+    connect = partial(_connect, Path(checkpoint), config, described, directory, choices, context)
+    link = connect() if shared is None else SharedLink(share(shared, repr((str(checkpoint), choices)), connect))
     settings = Settings(
         Translator(detokenize, context, routing),
-        _defaults(choices, context) | model | dict(choices.arguments),
-        _ENVIRONMENT,
-        described.names,
-        bool(config.get("tie_word_embeddings")),
-        config.get("num_hidden_layers"),
         {f.name: f.value for f in model_facts(str(checkpoint))},
         _capabilities(choices, routing),
-        directory,
-        choices.name,
-        choices.startup_timeout,
-        choices.bucket_bytes,
-        choices.device,
-        choices.allow_mismatch,
-        Restarts(choices.max_restarts),
+        has_weights=described.stored,
+        bucket_bytes=min(choices.bucket_bytes, MESSAGE_BYTES) if choices.url else choices.bucket_bytes,
+        sends_in="message" if choices.url else choices.device,
+        allow_mismatch=choices.allow_mismatch,
+        restarts=Restarts(choices.max_restarts),
     )
-    engine = VllmEngine(settings)
+    engine = VllmEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _connect(
+    checkpoint: Path, config: Mapping[str, Any], described: Layout, directory: Path, choices: Choices, context: int
+) -> Link:
+    """Return the link to running servers, or to a process that starts vLLM."""
+    tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
+    expected = [list(described.names), tied, layers]
+    if choices.url:
+        model = SameModel(checkpoint, config, FLAG, "vLLM", SAME, receives=not choices.adapters)
+        needs = Needs(str(checkpoint), () if choices.adapters else expected, choices.max_context, choices.adapters)
+        return PoolLink(choices.url, choices.startup_timeout, model, needs, choices.weights_dir)
+    arguments = _defaults(choices, context) | _model(checkpoint, described, directory) | dict(choices.arguments)
+    return ProcessLink(
+        Launch(
+            arguments | dict(choices.adapters), _ENVIRONMENT, expected, directory, choices.name, choices.startup_timeout
+        )
+    )
+
+
+def _model(checkpoint: str | Path, described: Layout, directory: Path) -> dict[str, Any]:
+    """Return the model arguments. If the checkpoint is quantised, the first sync sends the dequantised weights."""
+    if described.stored:
+        return {"model": str(checkpoint)}
+    described.write(directory / "vllm-model")
+    return {"model": str(directory / "vllm-model"), "load_format": "dummy"}
 
 
 def _arguments(config: Any, options: Any) -> dict[str, Any]:
@@ -164,6 +229,7 @@ def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
     """Return the capabilities of the manifest whose conditions hold for these choices."""
     holds = {
         "sleep": bool(choices.arguments.get("enable_sleep_mode")),
+        "transport:buckets": not choices.url,
         "routed_experts": routing is not None,
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))

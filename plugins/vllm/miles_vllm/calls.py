@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+#: Numbers of requests of this process, whose engines may share a vLLM.
+_NUMBERS = itertools.count()
+
 
 @dataclass(eq=False)
 class Call:
@@ -15,7 +18,7 @@ class Call:
 
     Attributes:
         key: ``Request.key``.
-        number: its number among the requests of this engine.
+        number: its number among the requests of this process.
         sent: vLLM has it; otherwise it waits for the gate.
         aborted: it must end.
         changed: set with ``aborted``, to wake a request that waits.
@@ -40,13 +43,12 @@ class Calls:
     def __init__(self, cancel: Callable[[int], Awaitable[None]]) -> None:
         self._cancel = cancel
         self._calls: dict[int, Call] = {}
-        self._numbers = itertools.count()
         self._open = asyncio.Event()
 
     @contextmanager
     def add(self, key: int) -> Iterator[Call]:
         """Register a request as long as the context lasts."""
-        call = Call(key, next(self._numbers))
+        call = Call(key, next(_NUMBERS))
         self._calls[call.number] = call
         try:
             yield call

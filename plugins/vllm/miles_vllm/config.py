@@ -27,11 +27,11 @@ OWN = {
     "enforce_eager": "--vllm-enforce-eager",
     "enable_sleep_mode": "--vllm-enable-sleep-mode",
     "enable_return_routed_experts": "--vllm-enable-return-routed-experts",
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), "--lora-sync adapter"),
 }
 #: Arguments of vLLM that this plugin does not support -> why.
 REFUSED = {
     "speculative_config": "drafts would keep the weights of the start",
-    "enable_lora": "weight updates contain the full model and no adapter",
     "data_parallel_size": "each copy would need the weight updates; start several engines instead",
     "pipeline_parallel_size": "a stage has only some of the parameters that updates contain",
     "weight_transfer_config": "the engine has its own transfer of weights",
@@ -42,6 +42,19 @@ REFUSED = {
 class VllmConfig:
     """vLLM as the rollout engine."""
 
+    url: tuple[str, ...] | None = option(
+        None,
+        flag="--vllm-url",
+        help="use the vLLM servers running at these addresses instead of starting one; or a file with one address per line, which may change "
+        "during the run",
+        metavar="URL,URL|@FILE",
+    )
+    weights_dir: str | None = option(
+        None,
+        flag="--vllm-weights-dir",
+        help="directory for weights as files, which the servers of --vllm-url must be able to read; without it they receive weights over HTTP",
+        metavar="DIR",
+    )
     tensor_parallel_size: int | None = option(
         None,
         flag="--vllm-tensor-parallel-size",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,50 +14,38 @@ import numpy as np
 from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
 from miles_core.plugin import MilesError, MismatchError, SyncError
-from miles_vllm import host
+from miles_vllm.adapters import VllmAdapter
 from miles_vllm.calls import Call, Calls
+from miles_vllm.link import Link
 from miles_vllm.requests import SCORING, Translator
 from miles_vllm.sending import Sender
-from miles_workers import EngineLost, LocalProcess, ProcessEnded, Renewal, Restarts, last_lines
+from miles_workers import EngineLost, Renewal, Restarts
+from miles_workers.servers import ADAPTER, ServerError, ServerLeft
 
 log = logging.getLogger(__name__)
-
-#: Seconds in which vLLM may stop by itself.
-_END_S = 20.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the engine needs.
+    """Everything that the engine needs in addition to the connection to vLLM.
 
     Attributes:
         translator: converts requests and responses.
-        arguments: arguments of vLLM's ``AsyncEngineArgs``.
-        environment: environment variables of vLLM's processes.
-        names, tied, layers: tensors of an update, see ``WeightNames``.
         model_facts: facts from ``config.json`` of the served model.
         capabilities: capabilities of the manifest that these settings have.
-        directory, name: run directory and name of vLLM's process, which name the file of its output.
-        startup_timeout: seconds to wait until vLLM is ready.
+        has_weights: vLLM starts with the checkpoint's weights.
         bucket_bytes: maximum bytes of a bucket of weights.
-        device: device in whose memory weights travel, ``cuda`` or ``cpu``.
+        sends_in: where weights travel, see ``Sender``.
         allow_mismatch: continue if an update does not reach all of vLLM's parameters.
         restarts: counts how often vLLM may be restarted after it died.
     """
 
     translator: Translator
-    arguments: Mapping[str, Any]
-    environment: Mapping[str, str]
-    names: Collection[str]
-    tied: bool
-    layers: int | None
     model_facts: Mapping[str, object]
     capabilities: frozenset[str]
-    directory: Path
-    name: str = "vllm"
-    startup_timeout: float = 900.0
+    has_weights: bool = True
     bucket_bytes: int = 512 << 20
-    device: str = "cpu"
+    sends_in: str = "cpu"
     allow_mismatch: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))
 
@@ -67,17 +54,17 @@ class VllmEngine(Engine):
     """vLLM behind the engine contract.
 
     Args:
-        settings: everything that the engine needs.
-        start: starts the process; a test passes one without vLLM.
+        link: connection to vLLM.
+        settings: everything else that the engine needs.
     """
 
-    def __init__(self, settings: Settings, start: Callable[[str, str, str], LocalProcess] = LocalProcess) -> None:
-        self.settings, self._start_process = settings, start
+    def __init__(self, link: Link, settings: Settings) -> None:
+        self.link, self.settings, self._translator = link, settings, settings.translator
         self.capabilities = settings.capabilities
-        self._process: LocalProcess | None = None
         self._calls = Calls(lambda number: self._ask("abort", number))
         self._renewal = Renewal(self, "vLLM", settings.restarts, self._renew)
-        self._sender = Sender(settings.bucket_bytes, settings.device)
+        self._sender = Sender(settings.bucket_bytes, settings.sends_in)
+        self._adapter = VllmAdapter(lambda *arguments: self.link.call(*arguments))
         self._version, self._usable, self._paused, self._lost, self._checked = -1, False, False, False, False
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -90,87 +77,63 @@ class VllmEngine(Engine):
         return self.settings.model_facts
 
     async def start(self) -> None:
-        await self._launch()
+        self._usable, self._paused = self._version < 0 and self.settings.has_weights, False
+        context = await self.link.start()
+        if context is not None:
+            self._translator = replace(self._translator, max_context=min(context, self._translator.max_context))
         self._calls.open()
 
-    async def _launch(self) -> None:
-        """Start a process with vLLM. Its weights are usable if they are those of the start, and the checkpoint stores them in BF16."""
-        given = self.settings
-        self._usable, self._paused = self._version < 0 and given.arguments.get("load_format") != "dummy", False
-        self._process = self._start_process(str(given.directory), given.name, "info")
-        try:
-            made = self.call("make", host.NAME, dict(given.arguments), dict(given.environment))
-            await asyncio.wait_for(made, given.startup_timeout)
-            await self.call("expect", [*given.names], given.tied, given.layers)
-        except TimeoutError:
-            await self.stop()
-            late = f"vLLM was not ready within {given.startup_timeout:g} s (--vllm-startup-timeout)"
-            raise EngineLost(late, self._last_lines()) from None
-        except host.StartError as error:
-            await self.stop()
-            raise EngineLost(str(error), self._last_lines()) from error
-        except BaseException:
-            await self.stop()
-            raise
+    async def _start_again(self) -> None:
+        self._usable, self._paused = False, False
+        self._adapter.forget()
+        await self.link.restart()
 
     async def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            try:
-                await asyncio.wait_for(process.call("close"), _END_S)
-            except Exception as error:  # it is stuck, has died, or did not start
-                log.debug("vLLM's process %d did not stop by itself: %s", process.pid, error)
-            await process.kill()
+        if self.link.news is not None:  # the servers outlive the run
+            await self._adapter.leave()
+        await self.link.stop()
         self._sender.close()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of ``Host``. Raises EngineLost if the process has ended."""
-        if self._process is None:
-            raise MilesError("vLLM is not running: the engine was not started, or was stopped")
-        try:
-            return await self._process.call(method, *args)
-        except ProcessEnded as ended:
-            raise EngineLost(f"vLLM died: {ended}", self._last_lines()) from ended
-
-    def _last_lines(self) -> tuple[str, ...]:
-        return last_lines(self.settings.directory, self.settings.name)
-
     async def _ask(self, method: str, *args: Any) -> Any:
-        """``call``, repeated after a restart if vLLM dies during the call."""
-        return await self._renewal.retry(lambda: self.call(method, *args))
+        """``Link.call``, repeated after a restart if vLLM dies during the call, and on another server if one leaves."""
+        while True:
+            with suppress(ServerLeft):
+                return await self._renewal.retry(lambda: self.link.call(method, *args))
 
     async def _renew(self) -> None:
         """Restart vLLM, send it the learner's weights, and pause it again if it was paused."""
         assert self.resend is not None  # otherwise ``spend`` has raised
         paused = self._paused
         async with self._calls.hold():
-            await self.stop()
-            await self._launch()
+            await self._start_again()
             await self.resend()
             if paused:
-                await self.call("pause")
+                await self.link.call("pause")
             self._paused = paused
 
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        parameters = self.settings.translator.parameters(request)
+        parameters = self._translator.parameters(request)
         with self._calls.add(request.key) as call:
             while True:
                 await self._calls.wait(call)
                 if call.aborted:
                     return Response([], [], "abort")
                 self._check_usable()
-                version = self._version
+                version = self._version if self._adapter.version < 0 else self._adapter.version
                 answer = await self._send_request(call, request, parameters)
                 if answer is not None:
-                    return self.settings.translator.response(request, answer, version)
+                    return self._translator.response(request, answer, version)
 
     async def _send_request(self, call: Call, request: Request, parameters: Mapping[str, Any]) -> Any:
-        """Send a request. Returns None if it was lost because vLLM died, and vLLM has been restarted."""
+        """Send a request. Returns None if it was lost with its server, or with vLLM, which has been restarted."""
         times, call.sent = self._renewal.times, True
         try:
-            return await self.call("generate", call.number, [*request.tokens], parameters)
+            return await self.link.call("generate", call.number, [*request.tokens], parameters, self._adapter.name)
+        except ServerLeft:
+            call.sent = False
+            return None
         except EngineLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
@@ -185,20 +148,41 @@ class VllmEngine(Engine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
+        async def ask(*args: Any) -> Mapping[str, Any]:
+            return {"": await self.link.call(*args)}
+
+        return (await self._score(ask, sequences, temperature))[""]
+
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
+    ) -> Mapping[str, list[np.ndarray]]:
+        return await self._score(self.link.call_each, sequences, temperature)
+
+    async def _score(
+        self, ask: Callable[..., Awaitable[Mapping[str, Any]]], sequences: Sequence[Sequence[int]], temperature: float
+    ) -> dict[str, list[np.ndarray]]:
+        """Return the scores by server, without servers that left before they had scored all sequences."""
         if temperature != 1.0:
             raise MilesError(f"vLLM can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
         self._check_usable()
-        check_scored(sequences, self.settings.translator.max_context)
-        return list(await asyncio.gather(*map(self._score, sequences)))
+        check_scored(sequences, self._translator.max_context)
+        each = await asyncio.gather(*(self._score_one(ask, sequence) for sequence in sequences))
+        names = [name for name in each[0] if all(name in found for found in each)] if each else [""]
+        return {name: [found[name] for found in each] for name in names}
 
-    async def _score(self, sequence: Sequence[int]) -> np.ndarray:
-        if len(sequence) == 1:
-            return np.zeros(0, np.float32)
+    async def _score_one(
+        self, ask: Callable[..., Awaitable[Mapping[str, Any]]], sequence: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        tokens, none = [int(token) for token in sequence], np.zeros(0, np.float32)  # of a single token
         with self._calls.add(-1) as call:  # no request has this key
-            tokens = [int(token) for token in sequence]
-            found: np.ndarray = (await self._ask("generate", call.number, tokens, SCORING))["prompt_log_probs"]
-            return found
+            while True:
+                with suppress(ServerLeft):
+                    answers = await self._renewal.retry(
+                        lambda: ask("generate", call.number, tokens, SCORING, self._adapter.name)
+                    )
+                    scores = {name: found["prompt_log_probs"] for name, found in answers.items()}
+                    return {name: none if found is None else found for name, found in scores.items()}
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
@@ -229,7 +213,8 @@ class VllmEngine(Engine):
             self._usable = self._usable and "weights" not in parts
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        await self._ask("wake", [*parts])
+        if "sleep" in self.capabilities:
+            await self._ask("wake", [*parts])
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -239,7 +224,11 @@ class VllmEngine(Engine):
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         async with self._updating("receive", version, staged=bool(message.get("staged"))):
-            await self._deliver(message, version, last)
+            if ADAPTER in message:
+                await self._adapter.load(message, version)
+                self._version, self._usable = version, True
+            else:
+                await self._deliver(message, version, last)
 
     @asynccontextmanager
     async def _updating(self, call: str, version: int, staged: bool = False) -> AsyncIterator[None]:
@@ -251,20 +240,23 @@ class VllmEngine(Engine):
         async with self._calls.hold():
             try:
                 if self._lost:
-                    await self._launch()
+                    await self._start_again()
                     self._lost = False
                 yield
             except EngineLost as lost:
                 if self._renewal.here:
                     raise
-                await self.stop()
                 self._usable, self._lost = False, True
                 self._renewal.spend(lost)
                 raise SyncError(f"vLLM died while it loaded version {version} of the weights: {lost.cause}") from lost
 
     async def _deliver(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Send one message to vLLM's workers."""
-        answer = await self.call("receive", message, version, last)
+        try:
+            answer = await self.link.call("receive", message, version, last)
+        except ServerError:
+            self._usable = False
+            raise
         if "error" in answer:
             self._usable = self._usable and bool(message.get("staged"))
             raise (SyncError if answer["corrupt"] else MilesError)(answer["error"])

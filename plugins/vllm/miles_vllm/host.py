@@ -6,9 +6,13 @@ The process ends if vLLM's engine dies, so that the run notices both in the same
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +51,8 @@ class Host:
         except Exception as error:
             raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
         self._running: set[int] = set()
+        self._adapters: dict[str, Any] = {}  # name -> vLLM's ``LoRARequest``
+        self._ids = itertools.count(1)
         self._asleep: set[str] = set()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "generate": self.generate,
@@ -57,6 +63,8 @@ class Host:
             "wake": self.wake,
             "expect": self.expect,
             "receive": self.receive,
+            "load_adapter": self.load_adapter,
+            "unload_adapter": self.unload_adapter,
             "close": self.close,
         }
 
@@ -74,11 +82,13 @@ class Host:
                 os._exit(1)
             raise
 
-    async def generate(self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Generate one response, or score the tokens if the parameters ask for ``prompt_logprobs``.
+    async def generate(
+        self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str
+    ) -> dict[str, Any]:
+        """Generate one response, or score the tokens if the parameters ask for ``prompt_logprobs``. adapter: its name; empty for the base.
 
         Returns:
-            ``tokens``, ``log_probs``, ``finish``, ``matched`` (the stop string), ``cached_tokens``; ``routes`` if vLLM recorded them;
+            ``tokens``, ``log_probs``, ``finish``, ``cached_tokens``; ``routes`` if vLLM recorded them;
             ``prompt_log_probs`` if they were requested.
         """
         from vllm import SamplingParams, TokensPrompt
@@ -88,7 +98,9 @@ class Host:
         self._running.add(number)
         try:
             prompt = TokensPrompt(prompt_token_ids=list(tokens))
-            (result,) = [each async for each in self.llm.generate(prompt, sampling, str(number))]
+            lora = self._adapters[adapter] if adapter else None
+            stream = self.llm.generate(prompt, sampling, str(number), lora_request=lora)
+            (result,) = [each async for each in stream]
         finally:
             self._running.discard(number)
         made, scored = result.outputs[0], result.prompt_logprobs
@@ -96,7 +108,6 @@ class Host:
             "tokens": np.array(made.token_ids, np.int32),
             "log_probs": _first_of_each(made.logprobs),
             "finish": made.finish_reason or "abort",
-            "matched": made.stop_reason if isinstance(made.stop_reason, str) else None,
             "cached_tokens": result.num_cached_tokens or 0,
             "routes": made.routed_experts,
             # the first token has none
@@ -146,6 +157,32 @@ class Host:
         if answer["complete"]:
             await self.llm.reset_prefix_cache()
         return answer
+
+    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: bytes) -> None:
+        """Load an adapter: peft's configuration, and a safetensors file.
+
+        Raises:
+            MilesError: vLLM rejected it.
+        """
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory(prefix="miles-adapter-") as path:  # vLLM does not read it again
+            (Path(path) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            (Path(path) / "adapter_model.safetensors").write_bytes(tensors)
+            request = LoRARequest(lora_name=name, lora_int_id=next(self._ids), lora_path=path)
+            try:
+                loaded = await self.llm.add_lora(request)
+            except Exception as error:
+                if self.llm.errored:
+                    raise
+                raise MilesError(f"vLLM rejected the adapter {name}: {error}") from error
+        if not loaded:
+            raise MilesError(f"vLLM rejected the adapter {name}, and gave no reason")
+        self._adapters[name] = request
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        await self.llm.remove_lora(self._adapters.pop(name).lora_int_id)
 
     async def close(self) -> None:
         """Stop vLLM."""

@@ -9,7 +9,12 @@ reach every parameter of vLLM's model (``Coverage``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +26,13 @@ from miles_workers.transport import Arrival, Arrivals, Coverage, NameCheck, Weig
 
 #: Import path of ``WeightReceiver`` for vLLM.
 NAME = "miles_vllm.receiver.WeightReceiver"
+#: vLLM's room for adapters.
+_ROOM: dict[str, Callable[[Any], Any]] = {
+    "max_lora_rank": lambda config: config.max_lora_rank,
+    "max_loras": lambda config: config.max_loras,
+    "max_cpu_loras": lambda config: config.max_cpu_loras,
+    "lora_target_modules": lambda config: config.target_modules,
+}
 #: Kinds of memory that several workers, or processes that vLLM started, cannot read: a process group has one member per message.
 _REFUSED = ("broadcast", "units")
 
@@ -31,6 +43,47 @@ class WeightReceiver:
     def miles_expect(self, names: Sequence[str], tied: bool, layers: int | None) -> None:
         """Prepare for updates. See ``WeightNames`` for the arguments."""
         self.miles_updates = Updates(self, WeightNames("vLLM", names, tied, layers))
+
+    def miles_describe(self) -> dict[str, Any]:
+        """Return the options of this vLLM that matter to a run, and the version of its weights; empty before the first update."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+        updates = getattr(self, "miles_updates", None)
+        return {
+            "model_path": str(model.model),
+            "architectures": list(model.hf_config.architectures or ()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "max_model_len": int(model.max_model_len),
+            "data_parallel_size": int(parallel.data_parallel_size),
+            "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+            "speculative": config.speculative_config is not None,
+            "adapters": {}
+            if lora is None
+            else {"enable_lora": True, **{name: read(lora) for name, read in _ROOM.items()}},
+            "weights": "" if updates is None or updates.version is None else str(updates.version),
+        }
+
+    def miles_write_adapter(self, name: str, config: Mapping[str, Any], tensors: str) -> str:
+        """Write an adapter in peft's format, and return the directory. vLLM reads it again if it has dropped the adapter meanwhile.
+
+        Args:
+            name: name of the adapter.
+            config: peft's configuration.
+            tensors: a safetensors file in base64.
+        """
+        path = Path(tempfile.mkdtemp(prefix="miles-adapter-"))
+        self.miles_adapters = {**getattr(self, "miles_adapters", {}), name: path}
+        (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        (path / "adapter_model.safetensors").write_bytes(base64.b64decode(tensors))
+        return str(path)
+
+    def miles_remove_adapter(self, name: str) -> None:
+        """Remove the directory of an adapter."""
+        if path := getattr(self, "miles_adapters", {}).pop(name, None):
+            shutil.rmtree(path, ignore_errors=True)
 
     def miles_receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
         """Process one message, see ``Updates.receive``."""
@@ -48,6 +101,7 @@ class Updates:
     def __init__(self, worker: Any, names: WeightNames) -> None:
         self.worker, self.names = worker, names
         self.served, self.complete, self.loading, self.missed = False, False, False, list[str]()
+        self.version: int | None = None
         self._coverage: Coverage | None = None
         self._arrivals = Arrivals(self._begin)
         self._runner = asyncio.Runner()
@@ -65,7 +119,8 @@ class Updates:
         try:
             if message.get("memory", {}).get("kind") in _REFUSED:
                 raise SyncError("vLLM's workers receive weights through shared memory, or the memory of a GPU")
-            self._runner.run(self._arrivals.receive(message, version, last))
+            self._runner.run(self._arrivals.receive(_read_message(message), version, last))
+            self.version = version if self.complete else self.version
         except MilesError as error:
             refusal = {"error": str(error), "corrupt": isinstance(error, SyncError)}
         return {"complete": self.complete, "loading": self.loading, "missed": self.missed, **refusal}
@@ -114,6 +169,24 @@ class Updates:
 
         with set_current_vllm_config(self.worker.vllm_config), torch.device(self.worker.device):
             finalize_layerwise_reload(self._model, self.worker.model_config)
+
+
+def _read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its bytes, which over HTTP are text, or are in a file that the server can read (kind ``read``)."""
+    where = message.get("memory", {})
+    if where.get("kind") == "read":
+        try:
+            data = Path(where["path"]).read_bytes()
+        except OSError as error:
+            raise SyncError(
+                f"vLLM's workers cannot read {where['path']} ({error.strerror}); --vllm-weights-dir must be a directory that all servers can "
+                "read, or leave it out, and the weights travel over HTTP"
+            ) from error
+    elif isinstance(where.get("data"), str):
+        data = base64.b64decode(where["data"])
+    else:
+        return message
+    return {**message, "memory": {"kind": "data", "data": data}}
 
 
 class _Update(Arrival):

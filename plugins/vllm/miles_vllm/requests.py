@@ -67,9 +67,8 @@ class Translator:
             tokens = tokens[: max(len(rows) + 1 - len(request.tokens), 0)]
             extras[ROUTED_EXPERTS] = rows[: len(request.tokens) + len(tokens) - 1]
         ids = tokens.tolist()
-        text, stop = self.detokenize(ids), answer["matched"]
-        if stop is not None and stop in text:
-            text = text[: text.index(stop)]
+        text = self.detokenize(ids)
+        text = text[: min((text.index(stop) for stop in request.sampling.stop if stop in text), default=len(text))]
         versions = [(0, version)] if ids else []
         metrics = {"cached_tokens": float(answer["cached_tokens"])}
         log_probs = answer["log_probs"][: len(ids)].tolist()

@@ -1,4 +1,4 @@
-"""Sends weights to vLLM's workers in buckets (``miles_workers.transport``), in memory that they can map: of the GPU, or of this host."""
+"""Sends weights to vLLM's workers in buckets (``miles_workers.transport``): in memory that they can map, of the GPU or of this host, or as bytes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,40 @@ class HostMemory:
         os.close(self._file)
 
 
+class MessageMemory:
+    """Memory whose bytes are part of the message.
+
+    Args:
+        nbytes: size in bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory = {"kind": "data", "data": self.buffer.numpy().data}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+#: Where weights travel -> allocates memory for a bucket.
+_MEMORY: dict[str, Callable[[int], DeviceMemory | HostMemory | MessageMemory]] = {
+    "cuda": lambda nbytes: DeviceMemory(nbytes, torch.device("cuda")),
+    "cpu": HostMemory,
+    "message": MessageMemory,
+}
+
+
 class Sender:
     """Sends updates through one bucket. Its memory is kept between updates and grows to the largest bucket.
 
     Args:
         limit: maximum bytes of a bucket; a larger tensor is a bucket of its own.
-        device: ``cuda`` if the weights travel in the memory of this process's GPU, else ``cpu``.
+        where: where the weights travel: ``cuda``, the memory of this process's GPU; ``cpu``, that of this host; ``message``.
     """
 
-    def __init__(self, limit: int, device: str) -> None:
-        self._limit, self._device = limit, device
-        self._memory: DeviceMemory | HostMemory | None = None
+    def __init__(self, limit: int, where: str) -> None:
+        self._limit, self._where = limit, where
+        self._memory: DeviceMemory | HostMemory | MessageMemory | None = None
 
     async def send(
         self, units: Iterable[Encoded], receive: Callable[[Mapping[str, Any], bool], Awaitable[None]]
@@ -64,7 +87,7 @@ class Sender:
                 assert added, "the reserved memory has room for the batch"
             assert self._memory is not None
             message = {**bucket.header(), "memory": self._memory.memory, "number": number, "sender": [0, 1]}
-            if self._device == "cuda":
+            if self._where == "cuda":
                 torch.cuda.current_stream().synchronize()  # another process reads the memory
             await receive(message, following is None)
             if following is None:
@@ -91,5 +114,5 @@ class Sender:
         nbytes = max(round_to_blocks(nbytes), round_to_blocks(1))
         if self._memory is None or len(self._memory.buffer) < nbytes:
             self.close()
-            self._memory = DeviceMemory(nbytes, torch.device("cuda")) if self._device == "cuda" else HostMemory(nbytes)
+            self._memory = _MEMORY[self._where](nbytes)
         return self._memory.buffer

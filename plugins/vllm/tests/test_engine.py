@@ -19,6 +19,7 @@ from miles_testing.engine_contract import stored_units
 from miles_testing.stored import buckets
 from miles_vllm.build import Choices, assemble
 from miles_vllm.engine import VllmEngine
+from miles_vllm.process import ProcessLink
 from miles_workers import EngineLost
 
 GREEDY = Request([5, 6, 7], Sampling(8, temperature=0.0, ignore_eos=True))
@@ -39,7 +40,8 @@ def engine_for(checkpoint: Path, limits: Limits = Limits(), **changes: Any) -> V
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     engine = assemble(checkpoint, Codec(), detokenize, checkpoint.parent / f"run-{checkpoint.name}", choices)
-    engine._start_process = Process  # type: ignore[assignment]
+    assert isinstance(engine.link, ProcessLink)
+    engine.link.start_process = Process  # type: ignore[assignment]
     return engine
 
 
@@ -83,7 +85,7 @@ def run(checkpoint: Path, use: Any, **changes: Any) -> Any:
 
 def test_cached_prefixes_are_dropped_once_per_update(checkpoints: list[Path]) -> None:
     async def use(engine: VllmEngine) -> int:
-        return int(engine._process.worker.llm.prefix_resets)  # type: ignore[union-attr]
+        return int(engine.link._process.worker.llm.prefix_resets)  # type: ignore[attr-defined]
 
     assert run(checkpoints[0], use) == 1
 
@@ -145,7 +147,7 @@ def test_a_parameter_that_no_update_reaches_is_named(checkpoints: list[Path], al
         await engine.start()
         import torch
 
-        model = engine._process.worker.llm.worker.model  # type: ignore[union-attr]
+        model = engine.link._process.worker.llm.worker.model  # type: ignore[attr-defined]
         model.extra = torch.nn.Parameter(torch.ones(4))
         await engine.update_weights(stored_units(checkpoints[0]), 0)
 
@@ -190,7 +192,7 @@ def test_parts_sleep_and_wake_in_vllms_terms(checkpoints: list[Path]) -> None:
         await engine.sleep(["weights"])
         await engine.wake(["weights"])
         await engine.wake()
-        return engine._process.worker.llm.slept  # type: ignore[union-attr,no-any-return]
+        return engine.link._process.worker.llm.slept  # type: ignore[attr-defined,no-any-return]
 
     slept = run(checkpoints[0], use, arguments={"enable_sleep_mode": True})
     assert slept == [1, ["weights"], ["kv_cache"], 2, ["weights"], ["kv_cache"]]

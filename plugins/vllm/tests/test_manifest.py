@@ -60,13 +60,12 @@ def test_a_build_for_cpus_has_another_name(monkeypatch):
         ({"vllm_enable_return_routed_experts": True}, "records routed experts on GPUs only"),
         ({"media": True}, "media"),
         ({"plugins": ["fp8"], "rollout_precision": "fp8"}, "format:fp8"),
-        ({"plugins": ["lora"], "lora_sync": "adapter"}, "transport:adapter"),
         ({"plugins": ["speculative"]}, "draft"),
         ({"plugins": ["true_on_policy"], "true_on_policy_mode": True}, "true_on_policy"),
         ({"vllm_args": '{"seed": 1}'}, "determined by --seed"),
         ({"vllm_args": "[1"}, "expected a JSON object"),
         ({"vllm_args": "[1]"}, "expected a JSON object"),
-        ({"vllm_args": '{"enable_lora": true}'}, "does not support: weight updates contain the full model"),
+        ({"vllm_args": '{"enable_lora": true}'}, "determined by --lora-sync adapter"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(plan, dense, options, reason):
@@ -92,3 +91,9 @@ def test_no_option_is_both_owned_and_refused():
     assert not OWN.keys() & REFUSED.keys()
     assert read_args('{"max_num_batched_tokens": 8192}') == {"max_num_batched_tokens": 8192}
     assert read_args("") == {}
+
+
+def test_whole_weights_of_two_policies_on_the_same_servers_are_refused(plan):
+    given = {"engine": "vllm", "vllm_url": "http://127.0.0.1:1", "facts": ["package.vllm=0.32.0"]}
+    with pytest.raises(PlanError, match=r"one policy per server(.|\n)*policies solver and judge would each send all"):
+        plan(policies={"solver": {}, "judge": {}}, **given)

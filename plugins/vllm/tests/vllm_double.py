@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import json
 import sys
 import types
 from collections.abc import AsyncIterator, Iterable
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -52,35 +55,96 @@ class Model(nn.Module):
 class Worker(WeightReceiver):
     """vLLM's worker with the plugin's extension."""
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, arguments: dict[str, Any]) -> None:
         model = Model(checkpoint)
         self.model_runner = types.SimpleNamespace(get_model=lambda: model)
-        self.model, self.vllm_config, self.model_config = model, None, None
+        self.model, self.model_config = model, None
+        self.vllm_config = self._describe(checkpoint, model, arguments)
         self.device = torch.device("cpu")
+
+    def _describe(self, checkpoint: str, model: Model, arguments: dict[str, Any]) -> Any:
+        space = types.SimpleNamespace
+        described = space(
+            model=checkpoint,
+            hf_config=model.inner.config,
+            dtype=torch.float32,
+            quantization=None,
+            logprobs_mode=arguments["logprobs_mode"],
+            max_model_len=arguments["max_model_len"],
+        )
+        parallel = space(data_parallel_size=1, pipeline_parallel_size=1)
+        return space(
+            model_config=described,
+            parallel_config=parallel,
+            cache_config=space(cache_dtype="auto"),
+            lora_config=self._describe_adapters(arguments),
+            speculative_config=None,
+        )
+
+    @staticmethod
+    def _describe_adapters(arguments: dict[str, Any]) -> Any:
+        if not arguments.get("enable_lora"):
+            return None
+        names = ("max_lora_rank", "max_loras", "max_cpu_loras")
+        targets = arguments.get("lora_target_modules")
+        return types.SimpleNamespace(**{name: arguments[name] for name in names}, target_modules=targets)
 
 
 class AsyncLLM:
     """Generates with the worker's model. One step computes one token of each of the first ``max_num_seqs`` requests."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["worker_extension_cls"]
         self.arguments, self.errored = arguments, False
-        self.worker, self.prefix_resets, self.slept = Worker(arguments["model"]), 0, list[Any]()
+        self.worker, self.prefix_resets, self.slept = Worker(arguments["model"], arguments), 0, list[Any]()
         self.slots = asyncio.Semaphore(arguments["max_num_seqs"])
         self.aborted: set[str] = set()
         self.draw = torch.Generator().manual_seed(arguments["seed"])
         self.vllm_paused = False
+        self.loras: dict[int, Any] = {}  # id -> the base plus this adapter, the least recently used first
 
     @classmethod
     def from_engine_args(cls, arguments: Any) -> AsyncLLM:
         return cls(vars(arguments))
 
-    def _scores(self, tokens: list[int]) -> Tensor:
+    def _scores(self, tokens: list[int], lora: Any) -> Tensor:
+        if lora is not None:
+            self._use(lora)
+        model = self.worker.model.inner if lora is None else self.loras[lora.lora_int_id]
         with torch.no_grad():
-            found: Tensor = self.worker.model.inner(torch.tensor([tokens])).logits[0].float()
+            found: Tensor = model(torch.tensor([tokens])).logits[0].float()
         return found
 
-    async def generate(self, prompt: dict[str, Any], sampling: Any, request_id: str) -> AsyncIterator[Any]:
+    def _use(self, lora: Any) -> None:
+        """Load an adapter unless it is loaded, and drop the least recently used one if there are too many."""
+        model = self.loras.pop(lora.lora_int_id, None)
+        if model is None:
+            config = json.loads((Path(lora.lora_path) / "adapter_config.json").read_text())
+            if config["r"] > self.arguments["max_lora_rank"]:
+                raise ValueError(
+                    f"LoRA rank {config['r']} is greater than max_lora_rank {self.arguments['max_lora_rank']}."
+                )
+            model = copy.deepcopy(self.worker.model.inner)
+            own, scale = dict(model.named_parameters()), config["lora_alpha"] / config["r"]
+            tensors = load_file(Path(lora.lora_path) / "adapter_model.safetensors")
+            for name, down in tensors.items():
+                if name.endswith("lora_A.weight"):
+                    layer = name.removeprefix("base_model.model.").removesuffix("lora_A.weight") + "weight"
+                    assert layer.split(".")[-2] in self.arguments["lora_target_modules"]
+                    own[layer].data += tensors[name.replace("lora_A", "lora_B")] @ down * scale
+            if len(self.loras) == self.arguments["max_cpu_loras"]:
+                del self.loras[next(iter(self.loras))]
+        self.loras[lora.lora_int_id] = model
+
+    async def add_lora(self, lora: Any) -> bool:
+        self._use(lora)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return self.loras.pop(lora_id, None) is not None
+
+    async def generate(
+        self, prompt: dict[str, Any], sampling: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         tokens, made, log_probs = list(prompt["prompt_token_ids"]), list[int](), list[float]()
         finish, stop, text = "length", None, ""
         assert len(tokens) + sampling.max_tokens <= self.arguments["max_model_len"]
@@ -91,7 +155,7 @@ class AsyncLLM:
                     finish = "abort"
                     break
                 assert not self.vllm_paused, "the engine sends no request while it is paused"
-                token, log_prob = self._sample(tokens + made, sampling)
+                token, log_prob = self._sample(tokens + made, sampling, lora_request)
                 made.append(token)
                 log_probs.append(log_prob)
                 text += self._text(token) if sampling.detokenize else ""
@@ -102,7 +166,9 @@ class AsyncLLM:
         self.aborted.discard(request_id)
         scored = None
         if sampling.prompt_logprobs is not None:
-            rows = self._scores(tokens).log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+            rows = (
+                self._scores(tokens, lora_request).log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+            )
             scored = Flat(rows.tolist(), empty=1)
         output = types.SimpleNamespace(
             token_ids=made, logprobs=Flat(log_probs), finish_reason=finish, stop_reason=stop, routed_experts=None
@@ -119,8 +185,8 @@ class AsyncLLM:
         async with self.slots:
             yield
 
-    def _sample(self, tokens: list[int], sampling: Any) -> tuple[int, float]:
-        logits = self._scores(tokens)[-1] / (sampling.temperature or 1.0)
+    def _sample(self, tokens: list[int], sampling: Any, lora: Any) -> tuple[int, float]:
+        logits = self._scores(tokens, lora)[-1] / (sampling.temperature or 1.0)
         if sampling.top_k > 0 or sampling.top_p < 1:
             order = logits.argsort(descending=True)
             before = logits.softmax(-1)[order].cumsum(0) - logits.softmax(-1)[order]
@@ -197,6 +263,8 @@ def stand_in_for_vllm(monkeypatch: Any) -> None:
         "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=2)},
         "vllm.config": {"set_current_vllm_config": lambda config: contextlib.nullcontext()},
         "vllm.engine": {},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": types.SimpleNamespace},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": types.SimpleNamespace},
         "vllm.v1": {},
         "vllm.v1.engine": {},

@@ -84,7 +84,7 @@ def test_a_query_has_the_same_bits_alone_and_beside_others_of_its_row(triton):
     cache, batch = Cache(), StaticBatch(2, torch.device(DEVICE))
     cache.prefixes.reserve(2, 160)
     cache.own.reserve(2, 64)
-    batch.fill([0, 0], np.array([20, 0]), np.array([1, 0]), np.array([150, 7]), [0, 1], [1.0, 1.0])
+    batch.fill([0, 0], np.array([20, 0]), np.array([1, 0]), np.array([150, 7]), [0, 1], [1.0, 1.0], [0, 0])
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
     def normal(*shape):

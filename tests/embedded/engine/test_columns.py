@@ -55,7 +55,7 @@ class Engine:
         self.done += gone
 
     def step(self, emitted, version=0):
-        self.leave(self.scheduler.accept(self.rows, emitted, version))
+        self.leave(self.scheduler.accept(self.rows, emitted, np.array([version])))
 
 
 def found(engine):
@@ -125,7 +125,7 @@ def test_a_plain_step_calls_as_many_functions_for_many_rows_as_for_few():
         sampled = Sampled(np.full(count, 7), np.full(count, -0.5))
         engine.step(sampled)
         sys.setprofile(lambda frame, event, _: seen.append(event))
-        engine.scheduler.accept(engine.rows, sampled, 0)
+        engine.scheduler.accept(engine.rows, sampled, np.array([0]))
         sys.setprofile(None)
         return len(seen)
 

@@ -163,7 +163,7 @@ def test_prompts_of_other_tokens_and_free_slots_do_not_matter(small):
     names = set()
     for cached in (engine, plain):
         slots = cached.runner.cache.add_prefixes([3])
-        cached.hidden, _ = cached.prompts.fill([(4, 5, 6)], slots, names)
+        cached.hidden, _ = cached.prompts.fill([(4, 5, 6)], slots, names, [0])
     torch.testing.assert_close(engine.hidden, plain.hidden, atol=2e-5, rtol=1e-4)
     for key, slab in engine.runner.cache.prefixes.slabs.items():
         expected = plain.runner.cache.prefixes.slabs[key]

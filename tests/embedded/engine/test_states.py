@@ -82,7 +82,7 @@ def static_step(runner, rows, tokens):
     batch, cache = StaticBatch(4, runner.device), runner.cache
     prompts = cache.prefix_of[rows]
     lengths = cache.own.lengths[rows], prompts, cache.prefixes.lengths[prompts]
-    batch.fill(tokens, *lengths, [0] * 4, [Sampling(1).temperature] * 4)
+    batch.fill(tokens, *lengths, [0] * 4, [Sampling(1).temperature] * 4, [0] * 4)
     step = StaticStep(runner, batch, 0)
     return [step(Shape(4, draws=False)).clone() for _ in range(2)]
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miles_core.plugin import ConfigError, redact
+from miles_core.errors import ConfigError
+from miles_core.redact import redact
 
 
 def find_file(items: Sequence[str]) -> Path | None:
-    """Return the file that ``--sglang-url`` names with ``@FILE`` or a path; None if it lists addresses."""
+    """Return the file that the value names with ``@FILE`` or a path; None if it lists addresses."""
     if len(items) != 1 or "://" in items[0]:
         return None
     item = items[0]
@@ -20,14 +21,15 @@ def find_file(items: Sequence[str]) -> Path | None:
 
 
 class ServerList:
-    """The value of ``--sglang-url``.
+    """The value of an option such as ``--sglang-url``.
 
     Args:
+        flag: the option.
         items: addresses, or one ``@FILE`` or path.
     """
 
-    def __init__(self, items: Sequence[str]) -> None:
-        self._items, self.file = tuple(items), find_file(items)
+    def __init__(self, flag: str, items: Sequence[str]) -> None:
+        self.flag, self._items, self.file = flag, tuple(items), find_file(items)
         self._seen: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -39,7 +41,7 @@ class ServerList:
         Raises:
             ConfigError: the file cannot be read or has no address, an address is malformed, or occurs twice.
         """
-        origin = f"--sglang-url {self}"
+        origin = f"{self.flag} {self}"
         lines = self._items if self.file is None else self._read_lines(self.file)
         if not lines:
             raise ConfigError(
@@ -64,7 +66,7 @@ class ServerList:
             text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--sglang-url {self}: the file with the servers' addresses cannot be read ({error}); correct the path, or list addresses"
+                f"{self.flag} {self}: the file with the servers' addresses cannot be read ({error}); correct the path, or list addresses"
             ) from error
         return [line for each in text.splitlines() if (line := each.partition("#")[0].strip())]
 
