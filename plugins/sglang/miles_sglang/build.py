@@ -92,10 +92,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
 
 
 def check_servers(run: Any, policy: Any, choices: Choices) -> None:
-    """Check that no other policy, also one that a plugin added, sends whole weights to the policy's servers.
-
-    Raises:
-        ConfigError: one does."""
+    """Raise ConfigError if another policy, also one that a plugin added, sends whole weights to the policy's servers."""
     for other in run.policies if choices.url and run.config_of(policy).run.transport != "adapter" else ():
         if other is not policy and other.generates and {*choices.url} & {*_own_choices(run, other).url}:
             why = describe_shared_server(other.name, policy.name, "sglang")
