@@ -23,7 +23,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``offload_gradient``;
 - to examine a model for a plan without importing torch: ``find_known_weights``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
-  ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
+  ``Frozen``, ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, ``accepts_given``, and
   the calls that attention receives; to run without the replaced steps: ``class_forwards``.
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from miles_embedded.known import find_known_weights
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
+        Frozen,
         engine_usage,
         engines_gpus,
         format_billions,
@@ -136,6 +137,7 @@ __all__ = [
     "EncodedParameter",
     "ExpertLoads",
     "Experts",
+    "Frozen",
     "ImageProcessor",
     "Launched",
     "LogProbs",
@@ -246,8 +248,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
-        "wanted_rows",
+        "miles_embedded.memory.usage": "Frozen engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage "
+        "training_of wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_core.cache_folder import cache_folder
 from miles_core.errors import MilesError
 from miles_core.observe.environment import cpu_info
 
@@ -153,7 +154,7 @@ def _named(stem: str, file: Path) -> str:
 def _cache() -> Path:
     """Return the cache directory, which only this user may write to; if that is not possible, a temporary directory of this process."""
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-core"
+        root = cache_folder() / "kernels"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = root.stat()
         if os.access(root, os.W_OK) and state.st_uid == os.getuid() and not state.st_mode & 0o022:

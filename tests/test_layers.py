@@ -24,19 +24,20 @@ LAYERS: list[dict[str, str]] = [
         "version": "",
         "redact": "",
         "text": "",
+        "cache_folder": "",
     },
     {
         "chat": "errors text",
     },
     {
-        "data": "errors text chat",
+        "data": "errors text chat cache_folder",
     },
     {
         "plugin": "errors nearest version redact text data",
     },
     {
         "config": "errors nearest redact plugin",
-        "observe": "errors redact plugin",
+        "observe": "errors redact plugin cache_folder",
         "checkpoint": "errors version text data",
     },
     {
@@ -87,7 +88,7 @@ LAYERS: list[dict[str, str]] = [
 #: The number formats' machinery, one layer in itself.
 FORMATS: list[dict[str, str]] = [
     {
-        "formats": "core: checkpoint config data errors lookup nearest observe plugin precision sync version",
+        "formats": "core: cache_folder checkpoint config data errors lookup nearest observe plugin precision sync version",
     },
 ]
 

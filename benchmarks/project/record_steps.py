@@ -32,6 +32,21 @@ from miles_tools.replay import recorder, steps, sums
 #: Options of ``toy_run`` by name: the test kit's model, and random models with long responses.
 MODELS: dict[str, dict[str, Any]] = {
     "toy": {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "rollout_max_response_len": 16, "steps": 12},
+    "qwen3-14m": {
+        "family": "qwen3",
+        "sizes": {
+            "hidden_size": 384,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+        },
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 256,
+        "steps": 4,
+    },
     "qwen3-30m": {
         "family": "qwen3",
         "sizes": {

@@ -162,12 +162,13 @@ MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
 #: Steps of a memory measurement that are not timed.
 WARM_UP = 2
 POLICIES = ("a", "b", "c", "d")
+#: Each policy answers every fourth prompt, with its own adapter.
 TURNS = f"""
-from miles_core.plugin import hookimpl
-
-@hookimpl
-def on_sample(run, sample):
+async def generate(args, sample, sampling_params):
     sample.policy = {POLICIES}[sample.group_index % {len(POLICIES)}]
+    turn = await args.ask(policy=sample.policy)
+    sample.tokens, sample.response_length = turn.tokens, len(turn.response.tokens)
+    return sample
 """
 
 
@@ -193,10 +194,8 @@ def hold(given: argparse.Namespace, mode: str, checkpoint: str) -> dict[str, Any
         if "four" in mode:
             (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
             (Path(directory) / "turns.py").write_text(TURNS)
-            plugins, more = (
-                [*plugins, f"{directory}/turns.py"],
-                {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
-            )
+            more |= {"config": f"{directory}/four.yaml", "rollout_batch_size": 4}
+            more["custom_generate_function_path"] = f"{directory}/turns.py"
         idle, start = resident(), time.perf_counter()
         done = toy_run(plugins, Path(directory) / "run", steps=WARM_UP + given.turns, **more)
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()

@@ -2,8 +2,8 @@
 
 Before a run starts, it checks every row of its prompt files and renders every prompt. Of large files it checks and renders a sample, so
 that a run with millions of rows starts soon; the others are checked when they are read, and left out with a warning if they are invalid.
-Positions of rows in large files are stored in ``~/.cache/miles/prompts`` (or ``MILES_CACHE``), under a key that depends on everything they
-were computed from, and later runs map them into memory.
+Positions of rows in large files are stored in ``prompts`` in the cache folder, under a key that depends on everything they were computed
+from, and later runs map them into memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from miles_core.cache_folder import cache_folder
 
 #: Files with fewer rows are checked completely by every run, which takes seconds.
 ROWS = 50_000
@@ -59,4 +61,4 @@ def store_index(array: np.ndarray, *key: Any) -> None:
 
 def _path(key: tuple[Any, ...]) -> Path:
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    return Path(os.environ.get("MILES_CACHE", "~/.cache/miles")).expanduser() / "prompts" / f"{name}.npy"
+    return cache_folder() / "prompts" / f"{name}.npy"

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
+from miles_core.cache_folder import cache_folder
+
 __all__ = ["variables"]
 
 #: Large packages whose bytecode is looked for.
@@ -51,5 +53,4 @@ def variables(packages: Sequence[str], environment: Mapping[str, str] = os.envir
     """
     if not environment.get(_DISABLED) or not find_recompiled(packages):
         return {}
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return {_DISABLED: None, _PREFIX: environment.get(_PREFIX) or str(cache / "miles-core" / "bytecode")}
+    return {_DISABLED: None, _PREFIX: environment.get(_PREFIX) or str(cache_folder(environment) / "bytecode")}

@@ -16,7 +16,7 @@ from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, default_fact
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, describe_fact
-from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
+from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, names, parse, same
 
 #: The kinds of parts whose selected name activates the plugin that provides it.
 BACKENDS = ("engine", "trainer", "runtime")
@@ -225,11 +225,17 @@ def _find_settings(active: Mapping[str, Plugin], derived: Facts, facts: Facts) -
                 if _has_head(path, derived):
                     yield Problem(plugin.name, f"{path}, which no part defines", target.origin, verb="sets")
                 continue  # an option of a plugin that is not installed
-            if truth is Truth.UNKNOWN:
+            if truth is Truth.UNKNOWN and not (path.startswith(ENVIRONMENT) and _asks_gpu_only(wish.when, derived)):
                 because = f"its condition {wish.when!r} is not known on this host: give it with --fact"
                 yield Problem(plugin.name, f"{path} = {show(wish.value)}", because, verb="cannot decide whether to set")
                 continue
             yield from _check_setting(Setting(path, wish.value, plugin.name), wish.because, first, facts)
+
+
+def _asks_gpu_only(when: str, facts: Facts) -> bool:
+    """Whether a condition is unknown only because the GPUs of the workers are."""
+    unknown = [name for name in names(parse(when)) if facts.lookup(name).state is State.UNKNOWN]
+    return all(name.startswith("gpu.") for name in unknown)
 
 
 def _check_setting(

@@ -50,7 +50,8 @@ class Set:
 
     Attributes:
         value: the value.
-        when: condition under which it is set; empty is always.
+        when: condition under which it is set; empty is always. An environment variable (``env.NAME``) whose condition asks for GPUs that are
+            not known on the driver's host is set, so that workers with such GPUs have it.
         because: the reason, shown if the value conflicts with the user's or another plugin's value.
     """
 

@@ -33,6 +33,20 @@ _MACHINE = 8
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """A model whose own weights are frozen. A layer then keeps no normalised values and outputs of norms, and no inputs of its matrices, except
+    those that trained additions to these matrices read.
+
+    Attributes:
+        attention, feed_forward, down: whether an addition reads the input of the attention, of the feed-forward layer, and of its last matrix.
+    """
+
+    attention: bool
+    feed_forward: bool
+    down: bool
+
+
+@dataclass(frozen=True)
 class Training:
     """Training settings of a rank.
 
@@ -47,6 +61,7 @@ class Training:
         offload: whether masters and state are in host memory except during an optimizer step.
         images: largest number of features of images in a micro-batch; 0 without images.
         trains_tower: whether the tower is trained.
+        frozen: what is kept of a frozen model; None if the model is trained.
     """
 
     width: int
@@ -59,6 +74,7 @@ class Training:
     offload: bool = False
     images: int = 0
     trains_tower: bool = False
+    frozen: Frozen | None = None
 
     def optimizer(self, weights: float, activations: float) -> float:
         """Bytes of masters and optimizer state of ``weights``, as far as they exceed ``activations``, which are gone during a step."""
@@ -159,10 +175,12 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
 def activations(size: ModelSize, how: Training) -> float:
     """Bytes at the peak of a forward and backward pass over one micro-batch.
 
-    A layer keeps the FP32 inputs and the outputs of two norms, queries, keys and values before and after rotation, the attention
-    output, and gate, up, activated gate and product of the feed-forward layer.
+    A layer keeps the FP32 inputs, the normalised values and the outputs of two norms, queries, keys and values before and after rotation, the
+    attention output, and gate, up, activated gate and product of the feed-forward layer. ``Frozen`` lists what a frozen layer does not keep.
     """
-    kept = 2 * (2 * size.hidden * how.width + 4 * size.hidden) + how.width * 4 * size.active_ffn
+    frozen = how.frozen
+    outputs, inner = (4, 4) if frozen is None else (frozen.attention + frozen.feed_forward, 3 + frozen.down)
+    kept = 8 * size.hidden + how.width * (outputs * size.hidden + inner * size.active_ffn)
     attended, stateful = how.width * 1.5 * size.attention / size.hidden, state_activations(size, how.width)
     if how.recompute:
         layers = size.layers * how.width * size.hidden + kept + max(attended, stateful)
@@ -192,9 +210,9 @@ def state_activations(size: ModelSize, width: int) -> float:
     return (RECURRENT_BYTES if size.state.recurrent else 2 * width) * size.state.parameters / size.hidden
 
 
-def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
-    """Memory of a rank of the embedded trainer, whose whole model is trained and stored on the device."""
-    how = training_of(facts)
+def trainer_usage(facts: Facts, size: ModelSize, frozen: Frozen | None = None) -> Usage:
+    """Memory of a rank of the embedded trainer, whose whole model is stored on the device, and trained. ``frozen`` changes the activations."""
+    how = replace(training_of(facts), frozen=frozen)
     strategy = "" if how.ranks == 1 else f", {facts.value('embedded.sharding_strategy')}"
     note = (
         f"trainer: {format_billions(size.parameters)} parameters on {how.ranks} rank{'s' * (how.ranks > 1)}{strategy}; "

@@ -184,7 +184,7 @@ class Optimizer:
                 self._renew(group)
         for each in inner.param_groups:
             own = each["miles_group"]
-            each["lr"] = rate if own is None or own.lr is None else own.lr
+            each["lr"] = rate if own is None else own.rate(rate, self.step_number)
         if self._hosted:
             self._hosted.step(inner, hosted)
         else:

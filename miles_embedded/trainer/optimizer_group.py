@@ -21,6 +21,7 @@ class OptimizerGroup:
     Attributes:
         name: name in metrics, ``grad_norm/NAME``.
         lr: constant learning rate; None uses the model's, including its schedule.
+        warmup: number of the run's first optimizer steps in which ``lr`` rises linearly to its value.
         weight_decay: weight decay; None uses the model's.
         clip_grad: bound on the norm of the group's gradient; 0 disables clipping.
         renewed: set this after writing new values to the parameters. The next step starts from them, without optimizer state.
@@ -31,6 +32,11 @@ class OptimizerGroup:
     weight_decay: float | None = None
     clip_grad: float = 1.0
     renewed: bool = False
+    warmup: int = 0
+
+    def rate(self, model: float, step: int) -> float:
+        """Return the learning rate of the step after ``step`` completed ones, in which the model's is ``model``."""
+        return model if self.lr is None else self.lr * min(1.0, (step + 1) / max(self.warmup, 1))
 
 
 def optimizer_group(parameters: Iterable[nn.Parameter], group: OptimizerGroup) -> None:

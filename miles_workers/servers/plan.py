@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from miles_core.errors import ConfigError
 from miles_core.plugin.facts import Facts
@@ -35,3 +37,32 @@ def find_url_problems(facts: Facts, engine: str) -> Iterator[Problem]:
         why = f"one process of the run distributes requests and weights over all servers of {flag}"
         values = tuple(describe_fact(facts.lookup(name)) for name in (*names, f"{engine}.url"))
         yield Problem(engine, "one engine", why, values, choices=names[:1], tries=lambda: [{names[0]: per_engine}])
+
+
+def find_shared_servers(facts: Facts, engine: str) -> Iterator[Problem]:
+    """Report policies whose whole weights would replace each other on the same servers. Arguments as for ``find_url_problems``."""
+    option = f"{engine}.url"
+    urls: dict[str, str] = {}
+    for name in (each for each in facts.policies if facts.value(f"policies.{each}.generates", True)):
+        own = facts.scope(name)
+        if own.value("engine") != engine or not (listed := own.value(option)):
+            continue
+        for url in str(listed).split(","):
+            other = urls.setdefault(url.strip(" /"), name)
+            if other == name or (own.value("transport"), facts.scope(other).value("transport")) == ("adapter",) * 2:
+                continue
+            values = tuple(describe_fact(facts.scope(each).lookup(option)) for each in (other, name))
+            choices = (option, "lora.sync") if facts.value("plugin.lora") else (option,)
+            tries = partial(list[dict[str, Any]], [{"lora.sync": "adapter"}] if len(choices) > 1 else [])
+            why = describe_shared_server(other, name, engine)
+            yield Problem(engine, "one policy per server", why, values, choices=choices, tries=tries)
+            return
+
+
+def describe_shared_server(one: str, other: str, engine: str) -> str:
+    """Explain why two policies that are sent whole cannot be on the same servers, and what to do."""
+    return (
+        f"the policies {one} and {other} would each send all of their weights to the same servers and replace the other's: train adapters "
+        "(--plugins lora --lora-sync adapter), or give each policy servers of its own in the configuration file, "
+        f"policies: {{{other}: {{{engine}: {{url: ADDRESS}}}}}}"
+    )

@@ -32,6 +32,7 @@ def library(tmp_path):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """An empty cache, and no compiler."""
+    monkeypatch.delenv("MILES_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
@@ -120,7 +121,7 @@ def test_it_is_compiled_once(compiled, compiler, tmp_path):
     compiler()
     path = compiled()
     assert compiled() == path and len(compiles(tmp_path)) == 1
-    assert path.parent == tmp_path / "cache" / "miles-core"
+    assert path.parent == tmp_path / "cache" / "miles" / "kernels"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.parent.stat().st_mode & 0o077 == 0
 
@@ -165,8 +166,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(compiled, compiler, monk
     if how == "not writable":
         monkeypatch.setattr(native.os, "access", lambda *a: False)  # permissions do not stop a superuser
     elif how == "writable by others":
-        (tmp_path / "cache" / "miles-core").mkdir(parents=True)
-        (tmp_path / "cache" / "miles-core").chmod(0o777)
+        (tmp_path / "cache" / "miles" / "kernels").mkdir(parents=True)
+        (tmp_path / "cache" / "miles" / "kernels").chmod(0o777)
     else:
         (tmp_path / "cache").write_text("")
     assert compiled().is_relative_to(elsewhere)
@@ -199,6 +200,7 @@ def test_a_real_compiler_makes_it_once(library, compiler, monkeypatch, tmp_path)
         pytest.skip("no C compiler is here")
     wrapper = compiler(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {tmp_path}/notes\nexec {found} "$@"\n')
     monkeypatch.setenv("CC", str(wrapper))
+    monkeypatch.delenv("MILES_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert library.why_not() == "" and library.library().twice(21) == 42
     tries = len(compiles(tmp_path))

@@ -39,7 +39,7 @@ def test_a_child_process_stores_bytecode_in_the_cache_folder(package: str, tmp_p
     }
     assert "PYTHONDONTWRITEBYTECODE" not in environment
     subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, check=True)
-    assert list((tmp_path / "cache" / "miles-core" / "bytecode").rglob("__init__.*.pyc"))
+    assert list((tmp_path / "cache" / "miles" / "bytecode").rglob("__init__.*.pyc"))
     assert not list((tmp_path / "site").rglob("*.pyc"))
     assert bytecode.variables([package], {**here, "PYTHONPYCACHEPREFIX": "/else"})["PYTHONPYCACHEPREFIX"] == "/else"
 

@@ -406,3 +406,14 @@ def test_a_response_that_goes_on_in_the_engine_needs_versions_of_its_tokens(mode
     assert "--pause-generation-mode needs the engine capability token_versions" in text
     assert "--pause-generation-mode abort works with any engine" in text
     assert resolve(["server"], {"server": server(capabilities={"engine": ("token_versions",)})}, facts)
+
+
+def test_an_environment_variable_for_gpus_of_other_machines_is_set():
+    manifests = {"a": plugin("a", sets={"env.QUEUES": Set("1", when="gpu.sm >= 90")})}
+    (setting,) = check(["a"], manifests, Facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])).sets
+    assert (setting.path, setting.value) == ("env.QUEUES", "1")
+    assert not check(["a"], manifests, Facts([Fact("gpu.sm", 80, "detected")])).sets
+    manifests = {"a": plugin("a", sets={"env.QUEUES": Set("1", when="gpu.sm >= 90 and model.moe")})}
+    unknown = Facts([Fact(name, None, "declared", State.UNKNOWN) for name in ("gpu.sm", "model.moe")])
+    (problem,) = check(["a"], manifests, unknown).problems
+    assert "give it with --fact" in problem.because

@@ -200,6 +200,25 @@ def train(toy_run, tmp_path):
     return call
 
 
+COUNTED = """note = "all"
+    for turn in range(3):
+        try:
+            messages += [post(task, messages, max_tokens=LENGTH), {"role": "user", "content": "on"}]
+        except urllib.error.HTTPError as error:
+            note = json.loads(error.read())["error"]["message"]
+            break
+    return {"reward": task.row["sample"] % 4, "note": note}"""
+
+
+@pytest.mark.parametrize("most", [1, 2, None])
+def test_a_sample_has_at_most_the_answers_of_the_option(train, most):
+    done = train(COUNTED, agent_max_turns=most, length=20)
+    for sample in done.samples:
+        assert len(sample["metadata"]["turns"]) == (most or 3)
+        note = sample["metadata"]["agent"]["note"]
+        assert note == "all" if most is None else f"it has had {most} answers, and --agent-max-turns is {most}" in note
+
+
 def test_a_run_trains_what_the_agents_saw(train):
     done = train()
     metrics = done.metrics[0]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from miles_core.api import samples
 from miles_core.plugin import ConfigError, DataError
 
 
@@ -181,6 +182,14 @@ def test_evaluation(run, own, scripted):
     assert metrics["environments/Sums/rollouts"] == 4  # held-out ones do not count
     with pytest.raises(ConfigError, match="there is no environment 'x'; there are Sums"):
         run(f"file:{own}:Sums", eval_prompts="environments", eval_prompt_data="all=x", eval_interval=1)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_each_evaluation_has_the_tasks_of_the_option(run, own, scripted, size):
+    scripted(sum_of)
+    options = {"eval_prompts": "environments", "eval_prompt_data": "sums=Sums", "eval_interval": 1}
+    done = run(f"file:{own}:Sums", eval_environments_size=size, reward_key="novelty", **options)
+    assert len(list(samples(done.directory, "eval", 1))) == size
 
 
 def test_an_environment_with_episodes_needs_its_rollout_function(run, own):

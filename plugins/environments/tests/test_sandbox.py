@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from miles_core.config.load import load
 from miles_core.plugin import ConfigError
 from miles_environments.config import EnvironmentsConfig
 from miles_environments.environment import EnvironmentFault
@@ -96,6 +97,17 @@ def test_docker(docker):
     assert log.read_text().splitlines()[-1] == f"kill {name[7:]}"
     with pytest.raises(EnvironmentFault, match="docker cannot run an-image"):
         asyncio.run(box.run(["sh", "-c", "exit 125"]))
+
+
+@pytest.mark.parametrize("network", ["none", "host"])
+def test_the_network_of_a_container(docker, network):
+    log = docker()
+    words = ["--hf-checkpoint", "x", "--environments", "toy:x", "--sandbox", "docker", "--sandbox-image", "an-image"]
+    options = load([*words, "--sandbox-network", network]).plugin("environments")
+    asyncio.run(make_sandbox(options).run(["true"]))
+    assert f" --network={network} " in log.read_text().splitlines()[-1]
+    with pytest.raises(ConfigError, match="--sandbox-network"):
+        load([*words, "--sandbox-network", "bridge"])
 
 
 def test_sandboxes_that_cannot_work(docker, monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Memory of a trainer with adapters on one GPU, for the plan. Does not import torch.
 
 The base has one copy, in BF16 or in the codes of a number format, without gradients and optimizer states. Each parameter of an adapter has
-a copy, an FP32 master, its gradient and two moments. Activations are those of a full training step, and one layer of decoded weights. CUDA
+a copy, an FP32 master, its gradient and two moments. Activations are those of a frozen model, and one layer of decoded weights. CUDA
 graphs of the engine keep the memory of one module's decoded weights, once for decode steps and once for prompts.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, trainer_usage, training_of
+from miles_embedded import Frozen, ModelSize, engine_usage, size_of, trainer_parts, trainer_usage, training_of
 
 #: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
@@ -29,8 +29,9 @@ _ATTENTION_MATRICES, _DENSE_MATRICES, _SHARED_MATRICES = 5, 3, 5
 _STATE_MATRICES = (4, 9)
 #: Matrices of an expert, with gate and up joined.
 _EXPERT_MATRICES = 2
-#: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
+#: Parts of the names of matrices in feed-forward layers, of the last ones among them, and names of an attention's matrices.
 _FEED_FORWARD = ("gate", "up_", "down", "w1", "w2", "w3", "fc", "input_linear", "output_linear")
+_LAST = ("down", "w2", "fc2", "fc_out", "output_linear")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -40,7 +41,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if size is None or facts.value("model.device") == "cpu" or facts.value("trainer") != "embedded":
         return
     how = training_of(facts)
-    trained = trainer_usage(facts, size)
+    trained = trainer_usage(facts, size, frozen_parts(facts))
     base, full = base_bytes(facts, size), trained.parts
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
@@ -137,13 +138,25 @@ def module_weights(size: ModelSize) -> int:
     return size.routed or max(size.dense // 3, size.attention // 3)
 
 
+def frozen_parts(facts: Facts) -> Frozen:
+    """Return which inputs adapters read. Joined experts need all of theirs: they compute with the sum of a weight and its adapter."""
+    every, experts, mixers, inner = _targets(facts)
+    last = {name for name in inner if any(part in name for part in _LAST)}
+    return Frozen(every or bool(mixers), every or experts or bool(inner - last), every or experts or bool(last))
+
+
+def _targets(facts: Facts) -> tuple[bool, bool, set[str], set[str]]:
+    """Return whether all linear layers, and whether experts get an adapter; names of matrices of attentions, and of feed-forward layers."""
+    targets = str(facts.value("lora.target_modules") or "").split(",")
+    names = {name.strip().rpartition(".")[2] for name in targets}
+    inner = {name for name in names for part in _FEED_FORWARD if part in name}
+    every, experts = "all-linear" in names, any("expert" in name for name in targets)
+    return every, experts, names - inner - {"all-linear", "all-experts"}, inner
+
+
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
     """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
-    targets = str(facts.value("lora.target_modules") or "").split(",")
-    names = [name.strip().rpartition(".")[2] for name in targets]
-    every, experts = "all-linear" in names, any("expert" in name for name in targets)
-    inner = {name for name in names for part in _FEED_FORWARD if part in name}
-    mixers = {*names} - inner - {"all-linear", "all-experts"}
+    every, experts, mixers, inner = _targets(facts)
     parts: list[tuple[int, int, int]] = []  # layers, weights and matrices of each
     if every or mixers:
         parts.append((size.attending, size.attention, _ATTENTION_MATRICES))

@@ -90,6 +90,11 @@ class Encoder:
                         fields={MARGIN: np.float64(row.metadata.get(MARGIN_COLUMN, 0.0))} if self.scores else {},
                     )
                 )
+        if len(row.label) == 2 and list(samples[0].tokens) == list(samples[1].tokens):
+            raise DataError(
+                f"{row.place}: the columns 'chosen' and 'rejected' have the same tokens ({samples[0].response!r:.80}), so the row expresses no "
+                "preference; correct or remove it"
+            )
         return samples
 
     def _conversation(self, prompt: Any, answer: Any, tools: list[Any] | None) -> list[Encoded]:

@@ -151,3 +151,13 @@ def test_the_text_of_a_reward_model_is_followed_by_the_token_at_which_its_score_
         assert scored.tokens[:-1] == plain.tokens and scored.mask == [0] * len(plain.mask) + [1]
         assert (scored.response, scored.fields["reward_margin"]) == (plain.response, 0.5)
         assert not plain.fields
+
+
+@pytest.mark.parametrize("estimator", ["dpo", "reward_model"])
+def test_sides_that_differ_in_text_only_express_no_preference(estimator):
+    sides = {"chosen": "yes", "rejected": "yes<|end|>"}
+    with pytest.raises(
+        DataError, match=r"^f.jsonl:3: the columns 'chosen' and 'rejected' have the same tokens \('yes<.*remove it$"
+    ):
+        encoder(estimator=estimator).encode(Row("so", sides, place="f.jsonl:3"), 0, 0)
+    assert len(encoder(estimator=estimator).encode(Row("so", {**sides, "rejected": "yesyes"}), 0, 0)) == 2

@@ -251,6 +251,17 @@ def test_beta_has_a_default():
     assert plan(["offline"], **{**OPTIONS, **DPO, "kl_coef": None}).fact("algorithm.kl_coef") == 0.1
 
 
+def test_a_pair_with_equal_tokens_ends_the_run_before_its_model_is_built(pairs, tmp_path):
+    rows = pairs.read_text().rstrip("\n").splitlines()
+    equal = json.dumps({"prompt": "a", "chosen": "b", "rejected": "b<|end|>"})
+    pairs.write_text("\n".join([*rows, equal]) + "\n", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=rf"jsonl:{len(rows) + 1}: the columns 'chosen' and 'rejected' have the same tokens"
+    ):
+        toy_run(["offline"], tmp_path / "run", prompt_data=pairs, **DPO)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 def test_a_row_that_is_too_long_ends_the_run_before_its_model_is_built(talks, tmp_path):
     rows = talks.read_text() + json.dumps({"messages": [say("user", "a"), say("assistant", "b" * 200)]})
     talks.write_text(rows, encoding="utf-8")

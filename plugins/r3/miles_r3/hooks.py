@@ -51,9 +51,7 @@ class R3:
     @hookimpl
     def on_model(self, policy: Policy, model: nn.Module, role: str) -> None:
         tapped = ("rollout", "train", "shared", *(("ref",) if self.options.deterministic else ()))
-        if (
-            policy.generates and role in tapped and is_embedded(model)
-        ):  # no routes belong to a teacher, which may be dense
+        if has_routes(policy) and role in tapped and is_embedded(model):
             tap(model, self.options.deterministic)
 
     @hookimpl
@@ -82,8 +80,8 @@ class R3:
 
     @hookimpl
     def wrap_forward(self, run: Any, policy: Any) -> Any:
-        if not policy.generates:
-            return None  # a critic or a teacher reads samples that another model's routers made
+        if not has_routes(policy):
+            return None
         experts = int(run.plan.fact("model.num_experts", 0) or 0)
 
         def wrap(inner: Any) -> Any:
@@ -107,6 +105,12 @@ class R3:
             return forward
 
         return wrap
+
+
+def has_routes(policy: Policy) -> bool:
+    """Whether samples hold routes of this model's routers: a critic or a teacher, which may be dense, reads those of another model. A policy
+    that trains on recorded samples has no engine, but an engine with its weights made the samples."""
+    return policy.role == "train" or bool(policy.generates)
 
 
 def check_routes(number: int, routes: np.ndarray, experts: int | None, layers: int | None, k: int | None) -> None:
@@ -160,6 +164,8 @@ def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tens
         routes [physical rows, layers, k] int64, in which the rows of each layer are contiguous, and a mask [physical rows] bool of rows
         with a record.
     """
+    if not len(column):  # a rank without samples computes a row of padding
+        column = column.new_full((1, *column.shape[1:]), -1)
     given = column.index_select(0, rows.clamp(min=0)).transpose(0, 1)
     k = given.shape[-1]
     recorded = (given[0, :, 0] >= 0) & (rows >= 0)

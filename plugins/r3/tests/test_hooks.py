@@ -88,6 +88,12 @@ def test_the_routes_of_each_layer_are_contiguous():
     assert routes.dtype == torch.int64 and all(routes[:, layer].is_contiguous() for layer in range(routes.shape[1]))
 
 
+def test_a_rank_without_samples_routes_its_padding():
+    empty = batch().columns[ROUTES.name][:0]
+    routes, recorded = routes_of_rows(empty, torch.tensor([-1, -1]), experts=8)
+    assert routes.tolist() == [[[0, 1]] * 2, [[1, 2]] * 2] and not recorded.any()
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_padding_stays_within_the_experts(experts):
     column = torch.tensor([[[3, 1, 0]], [[-1, -1, -1]]])

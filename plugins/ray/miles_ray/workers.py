@@ -190,7 +190,7 @@ class RayWorkers(Workers):
             if isinstance(cause, MilesError) or short_of_memory(cause):
                 raise cause from None
             if isinstance(cause, Exception):
-                cause.add_note(f"where it was raised:\n{error.traceback_str}")
+                cause.add_note(f"where it was raised:\n{error}")
                 raise cause from None
             raise
         except (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError) as error:

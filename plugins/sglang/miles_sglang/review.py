@@ -18,7 +18,7 @@ from miles_sglang.config import server_fields
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
-from miles_workers.servers import find_url_problems
+from miles_workers.servers import find_shared_servers, find_url_problems
 
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -47,6 +47,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_images(facts),
         *_python_path(facts),
         *find_url_problems(facts, "sglang"),
+        *find_shared_servers(facts, "sglang"),
         *_draft(facts),
         *_tables(facts),
         *_adapted(facts),

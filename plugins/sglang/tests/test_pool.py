@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from sglang_server_double import SafeUnpickler, ServerDouble
 import miles_sglang
 from miles_core.config.load import load
 from miles_core.engine import Request, Sampling
-from miles_core.plugin import PlanError
+from miles_core.plugin import ConfigError, PlanError, Policy
 from miles_formats import Codec
-from miles_sglang import tensor_messages
+from miles_sglang import build, tensor_messages
 from miles_sglang.buckets import Bucket
 from miles_sglang.build import assemble
 from miles_sglang.choices import Choices
@@ -458,6 +459,41 @@ def test_one_process_of_a_run_serves_the_pool(plan: Any) -> None:
     pytest.importorskip("miles_ray")
     with pytest.raises(PlanError, match=r"one engine(.|\n)*one process of the run distributes requests and weights"):
         plan(engine="sglang", sglang_url="http://a:1,http://b:1", runtime="ray", rollout_num_gpus=2)
+
+
+WHOLE = "would each send all of their weights to the same servers"
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [{}, {"role": "frozen", "generates": True}, {"sglang": {"url": ["http://b:1"]}}],
+)
+def test_whole_weights_of_two_policies_on_the_same_servers_are_refused(plan: Any, judge: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"engine": "sglang", "sglang_url": "http://a:1,http://b:1"}
+    with pytest.raises(PlanError, match=r"one policy per server(.|\n)*the policies solver and judge " + WHOLE):
+        plan(policies={"solver": {}, "judge": judge}, **given)
+    plan(policies={"solver": {}, "judge": {"sglang": {"url": ["http://c:1"]}}}, **given)
+    plan(policies={"solver": {}, "teacher": {"role": "frozen"}}, **given)
+
+
+def test_adapters_of_two_policies_on_the_same_servers_are_accepted(plan: Any) -> None:
+    pytest.importorskip("miles_lora")
+    given: dict[str, Any] = {"engine": "sglang", "sglang_url": "http://a:1", "policies": {"solver": {}, "judge": {}}}
+    targets = {"plugins": ["lora"], "lora_target_modules": "all-linear"}
+    with pytest.raises(PlanError, match=r"one policy per server(.|\n)*--lora-sync adapter"):
+        plan(**targets, **given)
+    plan(lora_sync="adapter", **targets, **given)
+
+
+def test_a_policy_that_a_plugin_added_is_refused_on_the_same_servers(monkeypatch: Any) -> None:
+    config = load(["--engine", "sglang", "--sglang-url", "http://a:1", "--hf-checkpoint", "x"])
+    choices = Choices(url=("http://a:1",))
+    monkeypatch.setattr(build, "_own_choices", lambda run, policy: choices)
+    added = [Policy(name="policy"), Policy(name="past", role="frozen", generates=True)]
+    run: Any = SimpleNamespace(policies=added, config_of=lambda policy: config)
+    with pytest.raises(ConfigError, match=f"^--sglang-url http://a:1: the policies past and policy {WHOLE}"):
+        build.check_servers(run, added[0], choices)
+    build.check_servers(run, added[0], replace(choices, url=()))
 
 
 def test_addresses_are_repeated_or_null(tmp_path: Path) -> None:

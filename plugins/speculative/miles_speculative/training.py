@@ -19,7 +19,10 @@ from miles_speculative.head import Head, initialise
 from miles_speculative.loss import cross_entropy, distance, divergence, entries
 
 #: Weight of an EAGLE head's distance from the policy's hidden states, relative to the KL divergence (arXiv 2401.15077, section 4.2).
-_FEATURES = 10.0
+FEATURES = 10.0
+#: Optimizer steps in which ``--draft-lr`` of an EAGLE head rises. A new head with the whole rate from the start diverges in the first steps at rates
+#: that a warm-up makes stable (``benchmarks/engine/head_start.py``).
+WARMUP = 20
 #: Key in ``Context.attached`` of a training pass: its call and its last hidden states.
 SEEN = "speculative.seen"
 
@@ -37,7 +40,7 @@ class DraftTraining:
     def __init__(self, draft: Draft, options: SpeculativeConfig, temperature: float, first_seen: bool = True) -> None:
         self.draft, self.options, self.temperature = draft, options, temperature or 1.0
         self.first_seen = first_seen or not draft.HIDDEN
-        self.group = OptimizerGroup(GROUP, options.draft_lr)
+        self.group = OptimizerGroup(GROUP, options.draft_lr, warmup=WARMUP if isinstance(draft, Eagle) else 0)
         optimizer_group(draft.parameters.values(), self.group)
         for parameter in draft.parameters.values():
             parameter.requires_grad_(options.trained)
@@ -69,7 +72,7 @@ class DraftTraining:
             policy = hidden.index_select(0, packing.sources)
             found["draft_kl"] = (divergence(self.draft, out, policy, self.temperature), count)
             if isinstance(self.draft, Eagle):
-                found["draft_features"] = (_FEATURES * distance(out, policy), count)
+                found["draft_features"] = (FEATURES * distance(out, policy), count)
         return found
 
     @torch.no_grad()

@@ -91,7 +91,7 @@ def test_an_eagle_head_drafts_trees_and_learns(toy_run, tmp_path, capsys):
     assert "EAGLE head" in capsys.readouterr().out
     assert load_file(head / "model.safetensors").keys() == EAGLE
     given = {"draft_model_path": head, "spec_lookahead": 2, "spec_topk": 2, "rollout_max_response_len": 12}
-    run = toy_run(["speculative", "r3", "tis"], **given, steps=5, lr=1e-9, draft_lr=1e-2, online_sft_interval=1)
+    run = toy_run(["speculative", "r3", "tis"], **given, steps=8, lr=1e-9, draft_lr=1e-2, online_sft_interval=1)
     first, last = run.metrics[0], run.metrics[-1]
     assert last["train/draft_kl"] < 0.8 * first["train/draft_kl"]
     assert last["train/draft_features"] < 0.8 * first["train/draft_features"]

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import socket
 import sys
 import types
 import urllib.request
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 import pytest
 
@@ -250,6 +251,24 @@ def test_a_run_with_prometheus_and_intervals_of_its_clock(toy_run, tmp_path, mon
     run = toy_run(["telemetry"], steps=1, prometheus_file=tmp_path / "a.prom")
     assert "miles_step" in seen[0] and "miles_reward_mean" in (tmp_path / "a.prom").read_text()
     assert run.run.plan.order[0] == "telemetry"
+
+
+def test_a_run_serves_its_metrics_at_the_address_of_the_option(toy_run, tmp_path, monkeypatch):
+    read = []
+
+    def close(self, plain=Prometheus.close):
+        with urllib.request.urlopen(self.address, timeout=5) as reply:
+            read.append((self.address, reply.read().decode()))
+        with pytest.raises(URLError):
+            urllib.request.urlopen(self.address.replace("127.0.0.2", "127.0.0.1"), timeout=5)
+        plain(self)
+
+    monkeypatch.setattr(Prometheus, "close", close)
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    toy_run(["telemetry"], steps=1, prometheus_port=port, prometheus_host="127.0.0.2")
+    ((address, text),) = read
+    assert address == f"http://127.0.0.2:{port}/metrics" and "miles_reward_mean" in text
 
 
 def test_a_flag_activates_the_plugin_and_names_a_missing_package(plan):

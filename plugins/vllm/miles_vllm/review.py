@@ -11,7 +11,7 @@ from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
 from miles_vllm.adapters import RANKS
 from miles_vllm.config import read_args
 from miles_vllm.installed import INSTALL, TESTED, version
-from miles_workers.servers import find_url_problems
+from miles_workers.servers import find_shared_servers, find_url_problems
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -19,7 +19,13 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     if facts.value("engine") != "vllm":
         return Review()
     return Review(
-        problems=(*_installed(facts), *_arguments(facts), *_adapters(facts), *find_url_problems(facts, "vllm"))
+        problems=(
+            *_installed(facts),
+            *_arguments(facts),
+            *_adapters(facts),
+            *find_url_problems(facts, "vllm"),
+            *find_shared_servers(facts, "vllm"),
+        )
     )
 
 

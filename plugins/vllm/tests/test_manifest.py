@@ -91,3 +91,9 @@ def test_no_option_is_both_owned_and_refused():
     assert not OWN.keys() & REFUSED.keys()
     assert read_args('{"max_num_batched_tokens": 8192}') == {"max_num_batched_tokens": 8192}
     assert read_args("") == {}
+
+
+def test_whole_weights_of_two_policies_on_the_same_servers_are_refused(plan):
+    given = {"engine": "vllm", "vllm_url": "http://127.0.0.1:1", "facts": ["package.vllm=0.32.0"]}
+    with pytest.raises(PlanError, match=r"one policy per server(.|\n)*policies solver and judge would each send all"):
+        plan(policies={"solver": {}, "judge": {}}, **given)

@@ -131,3 +131,16 @@ def test_a_group_is_trained_in_its_own_way(dtype):
         optimizer.step()
         torch.testing.assert_close(net[2].weight, torch.full((3, 5), 0.24, dtype=dtype), rtol=0, atol=1e-3)
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0] if not n.startswith("2."))
+
+
+def test_the_rate_of_a_group_rises_in_its_warm_up():
+    net = model()
+    optimizer_group(net[2].parameters(), OptimizerGroup("further", lr=0.01, warmup=4))
+    optimizer = Optimizer(net, OptimizerConfig(lr=0.1))
+    rates = []
+    for _ in range(6):
+        backward(net)
+        optimizer.step()
+        rates.append([g["lr"] for g in optimizer._inner.param_groups if g["params"]][-1])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    assert OptimizerGroup("other", warmup=4).rate(0.1, 0) == 0.1, "the model's schedule has a warm-up of its own"

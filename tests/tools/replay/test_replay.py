@@ -45,6 +45,8 @@ def test_a_step_is_repeated_bit_for_bit(recorded, step, start, tmp_path):
     assert (done.start, done.tolerance, done.difference) == (start, 0.0, None)
     assert all(row[3] for row in done.rows)
     assert {row[0] for row in done.rows} >= {"train/loss", "train/grad_norm", "metrics", "gradients", "weights"}
+    replayed = StoredRun(tmp_path / "again").metrics[step]
+    assert "r3/tokens_differing" in replayed, "the routes of the record are replayed"
 
 
 def test_a_step_is_repeated_with_the_threads_of_the_run(recorded, tmp_path):

@@ -28,6 +28,22 @@ def _reuse_norm(inner: Any, norm: float) -> Iterator[None]:
         del inner.prepare_grads, inner.get_grad_norm
 
 
+def _name_parameters(inner: ChainedOptimizer, chunks: Sequence[Any]) -> None:
+    """Add ``param_names`` to the groups of an optimizer, as torch does for named parameters; ``--record-steps`` reads them.
+
+    A group updates this rank's elements of parameters in FP32, then those of masters of other parameters."""
+    prefixes = [f"chunks.{number}." if len(chunks) > 1 else "" for number in range(len(chunks))]
+    names = {
+        id(parameter): prefix + name
+        for prefix, chunk in zip(prefixes, chunks, strict=True)
+        for name, parameter in chunk.module.named_parameters()
+    }
+    for part in inner.chained_optimizers:
+        groups = zip(part.optimizer.param_groups, part.model_fp32_groups, part.model_float16_groups, strict=True)
+        for group, single, half in groups:
+            group["param_names"] = [names[id(parameter)] for parameter in (*single, *half)]
+
+
 class Shard:
     """The elements of a parameter that this rank updates.
 
@@ -92,6 +108,7 @@ class Optimizer:
         # start_groups creates gloo groups only without CUDA
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
+        _name_parameters(self.inner, chunks)
 
     def configure(self, settings: Mapping[str, float]) -> None:
         """See ``Trainer.configure``. Raises MilesError for the coefficients of Adam."""
