@@ -36,7 +36,8 @@ def test_every_step_but_the_first_trains_on_samples_of_the_version_before(watche
 def test_the_first_step_is_that_of_sync(toy_run):
     sync, ahead = toy_run(steps=1), toy_run(steps=1, schedule="ahead")
     extra = {n for n in ahead.metrics[0] if n not in sync.metrics[0]}
-    assert extra == {"rollout/staleness_mean", "rollout/staleness_max", "rollout/stale_tokens"}
+    of_current_weights = {f"mismatch/current_{name}" for name in ("kl_k3", "abs_log_prob", "abs_log_prob_max")}
+    assert extra == {"rollout/staleness_mean", "rollout/staleness_max", "rollout/stale_tokens", *of_current_weights}
     (one,), (two,) = numbers(sync.metrics), numbers(ahead.metrics)
     assert {n: v for n, v in two.items() if n not in extra} == one
 

@@ -17,12 +17,13 @@ from miles_testing import tiny_checkpoint
 def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, below):
     monkeypatch.setattr("miles_workers.output._worker", worker)
     monkeypatch.setattr(build, "make_codec", lambda run, policy, precision="bf16": Codec())
-    monkeypatch.setattr(build, "report_news", lambda run, link: None)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(
         build,
         "assemble",
-        lambda checkpoint, codec, detokenize, directory, *_: SimpleNamespace(directory=directory, link=None),
+        lambda checkpoint, codec, detokenize, directory, *_: SimpleNamespace(
+            directory=directory, link=SimpleNamespace(news=None)
+        ),
     )
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
     run = SimpleNamespace(
