@@ -31,10 +31,12 @@ from miles_fp8.format import Fp8
 from miles_megatron.trainer import quantizers
 from miles_mxfp8.format import Mxfp8
 from miles_sglang import worker
+from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
-from miles_sglang.server import ServerLink
+from miles_sglang.pool import connect_pool
 from miles_testing import tiny_checkpoint
 from miles_vllm import review as vllm_review
+from miles_vllm.engine import Settings as VllmSettings
 from miles_vllm.engine import VllmEngine
 
 #: Plugins that provide a format or a side; others take no part.
@@ -120,11 +122,12 @@ def starts(kernels, tmp_path):
     served = SimpleNamespace(
         capabilities=frozenset(), weights_dir=tmp_path, served=None, over_http=False, restarts=None
     )
+    vllm = VllmSettings(SimpleNamespace(), {}, frozenset())
     engines = {
         "embedded": engine,
         "sglang": SglangEngine(Kernels(), served),
-        "sglang at an address": SglangEngine(ServerLink(URL), served),
-        "vllm": VllmEngine(SimpleNamespace(capabilities=frozenset(), bucket_bytes=1, device="cpu", restarts=None)),
+        "sglang at an address": SglangEngine(connect_pool(Choices(url=(URL,)), SimpleNamespace()), served),
+        "vllm": VllmEngine(SimpleNamespace(), vllm),
     }
     trainers = {
         "embedded": lambda format: EmbeddedTrainer.quantizer(trainer, format),

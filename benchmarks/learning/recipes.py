@@ -24,7 +24,7 @@ PUBLISHED = {
     "sums": (("sums",), ("eval/part/right",)),
     "sft": (("sums",), ("offline/held_out_nll",)),
     "dpo": (("dpo",), ("offline/accuracy", "offline/margin")),
-    "reward-model": (("dpo",), ("offline/accuracy", "offline/margin")),
+    "reward-model": (("reward-model",), ("offline/accuracy", "offline/margin")),
     "reasoning-gym": ((), ("eval/sums/accuracy", "eval/legs/accuracy", "eval/letters/accuracy")),
     "tools": (("tools",), ("eval/part/right",)),
 }

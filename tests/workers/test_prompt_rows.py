@@ -22,6 +22,9 @@ CONFIG = SimpleNamespace(rollout=SimpleNamespace(max_prompt_len=4))
 class Letters:
     """One token per letter."""
 
+    def __init__(self):
+        self.known = {}
+
     def __call__(self, text, encoded=None):
         return list(map(ord, text))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import STATE_KINDS, Facts, Policy, Run, layer_kinds
+from miles_core.plugin import STATE_KINDS, Facts, layer_kinds
+
+if TYPE_CHECKING:
+    from miles_core.plugin import Policy, Run
 
 #: Reads a fact of one policy.
 Value = Callable[[str], Any]

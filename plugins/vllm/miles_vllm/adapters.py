@@ -8,10 +8,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from miles_vllm.config import RANKS
 from miles_workers.servers import ServedAdapter
-
-#: Maximum ranks for which vLLM has room.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_arguments(options: Sequence[Any], checkpoint: str | Path) -> dict[str, Any]:

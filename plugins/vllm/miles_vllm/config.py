@@ -29,6 +29,8 @@ OWN = {
     "enable_return_routed_experts": "--vllm-enable-return-routed-experts",
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), "--lora-sync adapter"),
 }
+#: Maximum ranks of adapters for which vLLM has room.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Arguments of vLLM that this plugin does not support -> why.
 REFUSED = {
     "speculative_config": "drafts would keep the weights of the start",

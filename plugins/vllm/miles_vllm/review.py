@@ -8,8 +8,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
-from miles_vllm.adapters import RANKS
-from miles_vllm.config import read_args
+from miles_vllm.config import RANKS, read_args
 from miles_vllm.installed import INSTALL, TESTED, version
 from miles_workers.servers import find_shared_servers, find_url_problems
 
