@@ -99,7 +99,7 @@ class RowQueue(PromptQueue):
         super().load_state(state)
         self.waiting.extend(share_prompts([self.waiting.popleft() for _ in range(len(self.waiting))]))
 
-    def _render(self, rows: Sequence[Row]) -> list[list[int] | None]:
+    def _render(self, rows: Sequence[Row]) -> list[Sequence[int] | None]:
         encoded = self._encode(rows)
         self._kept += [row.index for row, tokens in zip(rows, encoded, strict=True) if tokens is not None]
         return encoded
