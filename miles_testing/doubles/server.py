@@ -38,8 +38,7 @@ class ServerDouble:
     def listen(self) -> None:
         """Accept connections."""
         handler = type("Handler", (_Handler,), {"double": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -83,6 +82,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return list(value) if hasattr(value, "__len__") else str(value)
+
+
+class _Server(ThreadingHTTPServer):
+    """Accepts many connections at once: with the default queue of 5, the system resets some of those of a busy machine."""
+
+    daemon_threads = True
+    request_queue_size = 128
 
 
 class _Handler(BaseHTTPRequestHandler):
