@@ -1,10 +1,10 @@
 """Policies with adapters over one base: bytes per sync, step time and memory of 1, 4 and 16 policies.
 
 Run: ``python benchmarks/scale/adapters.py --threads 1 --save`` (needs ``plugins/lora``). Every row trains the same number of samples per step,
-divided among the policies; the policies generate their own samples. With the embedded engine there are two rows per number of policies: one
-engine for all, and an engine each (``--lora-separate-engines``). On a CPU the rows of a number of policies take turns, each in a process of
-its own, and seconds are processor time, so that other programs on the machine do not count. With ``--engine sglang`` (needs
-``plugins/sglang`` and SGLang) all policies share one server. On one GPU the rows run one after the other, and seconds are those of a clock:
+divided among the policies; the policies generate their own samples. With the embedded engine, each number of policies has two rows: one
+shared engine, and separate engines (``--lora-separate-engines``). Each row runs in its own process. On a CPU, the rows with the same number of
+policies alternate, and times are processor time, which excludes other programs. With ``--engine sglang`` (needs ``plugins/sglang`` and
+SGLang) all policies share one server. On a GPU the rows run one after the other, and times are wall time:
 
     python benchmarks/scale/adapters.py --engine sglang --device cuda --hidden 2048 --layers 12 --answer 128 --samples 256 --save --variant sglang-gpu
 
@@ -170,7 +170,7 @@ def start(given: argparse.Namespace, count: int, kind: str, checkpoint: str) -> 
 
 
 def run_rows(given: argparse.Namespace, count: int, kinds: list[str], checkpoint: str) -> dict[str, Any]:
-    """Measure the kinds of one number of policies: in turns on a CPU, one after the other on a GPU, whose memory they would share."""
+    """Measure all kinds for one number of policies. On a CPU they alternate; on a GPU, whose memory they would share, each runs alone."""
     reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for together in [kinds] if given.device == "cpu" else [[kind] for kind in kinds]:
         workers = {kind: start(given, count, kind, checkpoint) for kind in together}

@@ -93,8 +93,7 @@ def find_ids_without_token(tokenizer: Any, vocabulary: int) -> np.ndarray | None
 
 
 def are_valid(requests: Sequence[Request], responses: Sequence[Any], vocabulary: int) -> bool:
-    """Whether all responses are plain ones without a fault, in a few operations for all of them; ``Response.find_fault`` knows all faults,
-    and valid values that are rare."""
+    """Check all responses in a few array operations. Returns False if one is invalid or unusual; ``Response.find_fault`` then decides for each."""
     for request, response in zip(requests, responses, strict=True):
         if type(response) is not Response or len(response.weight_versions) != 1:
             return False

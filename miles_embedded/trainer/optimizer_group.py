@@ -35,7 +35,7 @@ class OptimizerGroup:
     warmup: int = 0
 
     def rate(self, model: float, step: int) -> float:
-        """Return the learning rate of the step after ``step`` completed ones, in which the model's is ``model``."""
+        """Return the learning rate of the next step, after ``step`` completed ones; ``model`` is the model's rate in that step."""
         return model if self.lr is None else self.lr * min(1.0, (step + 1) / max(self.warmup, 1))
 
 

@@ -7,12 +7,16 @@ import json
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+
+D = TypeVar("D", bound="ServerDouble")
 
 
 class ServerDouble:
@@ -84,8 +88,29 @@ def _plain(value: Any) -> Any:
     return list(value) if hasattr(value, "__len__") else str(value)
 
 
+@contextmanager
+def starting(make: Callable[..., D]) -> Iterator[Callable[..., D]]:
+    """Yield a function that starts servers with ``make``, which are killed at the end."""
+    started: list[D] = []
+
+    def start(**arguments: Any) -> D:
+        started.append(make(**arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+def write_list(directory: Path, *servers: ServerDouble) -> str:
+    """Write the addresses of servers to a file, in one operation; returns the value of an option such as ``--sglang-url``."""
+    (directory / "new").write_text("".join(f"{server.url}  # a comment\n" for server in servers))
+    (directory / "new").rename(directory / "servers.txt")
+    return f"@{directory / 'servers.txt'}"
+
+
 class _Server(ThreadingHTTPServer):
-    """Accepts many connections at once: with the default queue of 5, the system resets some of those of a busy machine."""
+    """Queues many connections. With the default queue of 5, a busy machine resets some of them."""
 
     daemon_threads = True
     request_queue_size = 128

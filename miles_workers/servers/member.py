@@ -72,7 +72,7 @@ class Member(Generic[S]):
     cause: str = ""
 
     def serves(self, adapter: str) -> bool:
-        """Whether it has the weights for a request; ``adapter`` is empty for one without an adapter."""
+        """Whether the server has the weights for a request; ``adapter`` is empty for a request without one."""
         return self.serving and (not adapter or adapter in self.adapters)
 
     async def until_gone(self, asked: Awaitable[T]) -> T:

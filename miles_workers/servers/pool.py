@@ -338,12 +338,12 @@ class ServerPool(Generic[S]):
             await self._admit_one(member)
 
     def _refuse(self, member: Member[S], cause: str) -> None:
-        """Make a server leave that cannot serve this run. It does not join again before the list changes."""
+        """Remove a server that cannot serve this run. It does not join again before the list changes."""
         self._refused.add(member.link.url)
         self._leave(member, cause)
 
     async def _ping(self, member: Member[S]) -> None:
-        """Make a server leave that does not answer, or that was restarted and has other weights."""
+        """Remove a server that does not answer, or that was restarted and has other weights."""
         version, member.pinged = member.version, True
         try:
             found = await member.link.version(HUNG_SECONDS)
@@ -373,7 +373,7 @@ class ServerPool(Generic[S]):
         self._spawn(member.link.stop())
 
     def _remove(self, member: Member[S]) -> None:
-        """Make a server leave that was removed from the list, and stop its requests."""
+        """Remove a server that is no longer in the list, and stop its requests."""
         rids = [rid for rid, asked in self._asked.items() if asked is member]
         self._spawn(self._abort(self._connect(member.link.url, 0.0), rids))
         self._leave(member, f"it was removed from {self._servers}")

@@ -155,7 +155,7 @@ def _targets(facts: Facts) -> tuple[bool, bool, set[str], set[str]]:
 
 
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
-    """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
+    """Return an upper bound on the adapters' parameters: those of every matrix that a target may name."""
     every, experts, mixers, inner = _targets(facts)
     parts: list[tuple[int, int, int]] = []  # layers, weights and matrices of each
     if every or mixers:

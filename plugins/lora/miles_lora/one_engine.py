@@ -72,7 +72,7 @@ def _names_experts(value: Value) -> bool:
 
 
 def shares_engine(run: Run, policy: Policy, model: Any) -> bool:
-    """Whether the embedded engine of a policy is that of others, too: they exist, and nothing prevents it.
+    """Whether a policy shares its embedded engine with others: there are others, and nothing prevents it.
 
     Args:
         model: an engine's model of the policy.

@@ -105,7 +105,7 @@ class PoolLink(Link):
 def _asker(
     endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview
 ) -> Callable[[ServerLink], Awaitable[Any]]:
-    """Return what calls an endpoint of a server. A message with tensors is encoded once for all servers with the same number of ranks."""
+    """Return a function that calls an endpoint of a server. A message with tensors is encoded once for all servers with the same number of ranks."""
     messages: dict[int, asyncio.Task[bytes]] = {}
 
     async def send(link: ServerLink) -> Any:

@@ -23,6 +23,7 @@ from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import Link
 from miles_testing import tiny_checkpoint
+from miles_testing.doubles.policies import two_policies
 from miles_workers.servers import Shared
 
 pytest.importorskip("miles_lora")
@@ -79,23 +80,10 @@ def test_adapters_of_experts_arrive(
     assert run.metrics[-1]["train/lora_delta_norm"] > 0.05
 
 
-TURNS = """
-async def generate(args, sample, sampling_params):
-    names = ["solver", "judge"]
-    sample.policy = names[sample.group_index % 2]
-    await args.ask(policy="teacher")
-    turn = await args.ask(policy=sample.policy)
-    sample.tokens, sample.response_length = turn.tokens, len(turn.response.tokens)
-    return sample
-"""
-
-
 @pytest.fixture
 def several(tmp_path: Path, toy_run: Any) -> Any:
     """Runs two trained policies with adapters of different ranks, and one that computes with the base alone."""
-    (tmp_path / "turns.py").write_text(TURNS)
-    policies = {"solver": {"lora": {"rank": 4}}, "judge": {}, "teacher": {"role": "frozen", "generates": True}}
-    options = {"policies": policies, "custom_generate_function_path": tmp_path / "turns.py", "verify_logprobs": True}
+    options = two_policies(tmp_path)
     return lambda **more: toy_run(["lora"], **RUN, **options, **more)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from miles_sglang.build import assemble
 from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_testing import tiny_checkpoint
+from miles_testing.doubles.server import starting, write_list
 from miles_testing.engine_contract import stored_units
 from miles_workers.servers import ServerError, pool
 
@@ -48,27 +50,14 @@ def start(checkpoints: list[Path], monkeypatch: Any) -> Iterator[Start]:
     """Starts a server with the first checkpoint."""
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
     monkeypatch.setattr(pool, "LOOK_SECONDS", 0.02)
-    started = []
-
-    def start(**arguments: Any) -> ServerDouble:
-        started.append(ServerDouble(checkpoints[0], **arguments))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.kill()
+    with starting(partial(ServerDouble, checkpoints[0])) as start:
+        yield start
 
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Callable[..., str]:
     """Writes the file with the addresses of servers."""
-
-    def write(*servers: ServerDouble) -> str:
-        (tmp_path / "new").write_text("".join(f"{server.url}  # a comment\n" for server in servers))
-        (tmp_path / "new").rename(tmp_path / "servers.txt")
-        return f"@{tmp_path / 'servers.txt'}"
-
-    return write
+    return partial(write_list, tmp_path)
 
 
 def engine_for(checkpoint: Path, *url: str, **choices: Any) -> SglangEngine:

@@ -18,6 +18,8 @@ from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError, PlanError
 from miles_formats import Codec
 from miles_testing import tiny_checkpoint
+from miles_testing.doubles.policies import two_policies
+from miles_testing.doubles.server import starting
 from miles_vllm import build, process
 from miles_vllm.build import Choices, assemble
 from miles_vllm.server import Needs, ServerLink
@@ -53,34 +55,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(checkpoint: Path) -> Iterator[Callable[..., ServerDouble]]:
-    started: list[ServerDouble] = []
-
-    def start(**arguments: Any) -> ServerDouble:
-        started.append(ServerDouble(checkpoint, **{**ROOM, **arguments}))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.kill()
-
-
-TURNS = """
-async def generate(args, sample, sampling_params):
-    names = ["solver", "judge"]
-    sample.policy = names[sample.group_index % 2]
-    await args.ask(policy="teacher")
-    turn = await args.ask(policy=sample.policy)
-    sample.tokens, sample.response_length = turn.tokens, len(turn.response.tokens)
-    return sample
-"""
+    with starting(lambda **arguments: ServerDouble(checkpoint, **{**ROOM, **arguments})) as start:
+        yield start
 
 
 @pytest.fixture
 def several(tmp_path: Path, checkpoint: Path, toy_run: Any) -> Any:
     """Runs two trained policies with adapters of different ranks, and one that computes with the base alone."""
-    (tmp_path / "turns.py").write_text(TURNS)
-    policies = {"solver": {"lora": {"rank": 4}}, "judge": {}, "teacher": {"role": "frozen", "generates": True}}
-    options = {"policies": policies, "custom_generate_function_path": tmp_path / "turns.py", "verify_logprobs": True}
+    options = two_policies(tmp_path)
     return lambda **more: toy_run(["lora"], hf_checkpoint=checkpoint, **RUN, **options, **more)
 
 

@@ -123,7 +123,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_policy_generates_in_a_batch_as_alone(checkpoint, static, temperature):
-    """Requests of two policies with the same prompts and keys: they share no prefix and no random numbers' result."""
+    """Two policies send requests with the same prompts and keys. They share no cached prefix, and their tokens differ."""
     batch = make_batch(checkpoint, static)
     one, two = join(batch, checkpoint, 2.0, -2.0)
     asked = requests(temperature)
