@@ -58,7 +58,7 @@ class Functions:
             )
         return name, self.by_name[name]
 
-    def take_turns(self, samples: Sequence[Sample]) -> bool:
+    def are_single_turns(self, samples: Sequence[Sample]) -> bool:
         """Whether ``SingleTurn`` generates all of these samples."""
         return all(type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1]))
 
@@ -295,7 +295,7 @@ class LocalProducer(Producer):
         generator = self.evaluating if evaluation else self.training
         by_sample = self.score.by_sample
         finish = functools.partial(self.score.start, evaluation=evaluation) if by_sample else _nothing
-        if generator.slots is None and self.functions.take_turns(samples):
+        if generator.slots is None and self.functions.are_single_turns(samples):
             group = await generator.take_turns(samples, finish)
         else:
             group = await self._call_functions(generator, samples, finish)
