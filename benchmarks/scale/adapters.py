@@ -50,6 +50,15 @@ def on_step(run, metrics):
 """
 #: Samples of a prompt.
 GROUP = 4
+#: SGLang's options on each device; on a GPU, kernels that need no further package.
+SGLANG: dict[str, dict[str, Any]] = {
+    "cpu": {"sglang_lora_backend": "torch_native", "sglang_max_total_tokens": 16384},
+    "cuda": {
+        "sglang_attention_backend": "triton",
+        "sglang_sampling_backend": "pytorch",
+        "sglang_mem_fraction_static": 0.3,
+    },
+}
 MERGED, ONE, SEPARATE = "merged", "one", "separate"
 #: In a worker: sends the numbers of a step, idle memory, start of the step, and seconds of its rollout.
 state: dict[str, Any] = {}
@@ -90,8 +99,8 @@ def measure(given: argparse.Namespace) -> None:
         }
         if given.kind == SEPARATE:
             flags["lora_separate_engines"] = True
-        if given.engine == "sglang" and given.device == "cpu":
-            flags |= {"sglang_lora_backend": "torch_native", "sglang_max_total_tokens": 16384}
+        if given.engine == "sglang":
+            flags |= SGLANG[given.device]
         toy_run(["lora", str(probe)], Path(directory) / "run", steps=WARM_UP + given.turns, **flags)
 
 
