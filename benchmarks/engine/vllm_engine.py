@@ -89,7 +89,7 @@ async def measure(given: Any, checkpoint: Path, engine: VllmEngine) -> dict[str,
     for turn in range(given.turns + 1):
         measured = {
             "engine": await through(engine, requests),
-            "direct": await engine.call("direct", prompts, parameters),
+            "direct": await engine.link.call("direct", prompts, parameters),
         }
         for name, elapsed in measured.items():
             seconds[name] += [elapsed] if turn else []  # the first turn warms up

@@ -129,8 +129,9 @@ class VllmEngine(Engine):
     async def _send_request(self, call: Call, request: Request, parameters: Mapping[str, Any]) -> Any:
         """Send a request. Returns None if it was lost with its server, or with vLLM, which has been restarted."""
         times, call.sent = self._renewal.times, True
+        tokens = np.array(request.tokens, np.int32)  # pickle visits each element of a list
         try:
-            return await self.link.call("generate", call.number, [*request.tokens], parameters, self._adapter.name)
+            return await self.link.call("generate", call.number, tokens, parameters, self._adapter.name)
         except ServerLeft:
             call.sent = False
             return None
@@ -174,7 +175,7 @@ class VllmEngine(Engine):
     async def _score_one(
         self, ask: Callable[..., Awaitable[Mapping[str, Any]]], sequence: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        tokens, none = [int(token) for token in sequence], np.zeros(0, np.float32)  # of a single token
+        tokens, none = np.array(sequence, np.int32), np.zeros(0, np.float32)  # of a single token
         with self._calls.add(-1) as call:  # no request has this key
             while True:
                 with suppress(ServerLeft):

@@ -53,6 +53,8 @@ class Host:
         self._running: set[int] = set()
         self._adapters: dict[str, Any] = {}  # name -> vLLM's ``LoRARequest``
         self._ids = itertools.count(1)
+        # parts without memory, and those that should have none; a part may wait for the weights, see ``_allocate``
+        self._released: set[str] = set()
         self._asleep: set[str] = set()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "generate": self.generate,
@@ -83,9 +85,9 @@ class Host:
             raise
 
     async def generate(
-        self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str
+        self, number: int, tokens: NDArray[Any], parameters: Mapping[str, Any], adapter: str
     ) -> dict[str, Any]:
-        """Generate one response, or score the tokens if the parameters ask for ``prompt_logprobs``. adapter: its name; empty for the base.
+        """Generate one response to token ids, or score them if the parameters ask for ``prompt_logprobs``. adapter: its name; empty for the base.
 
         Returns:
             ``tokens``, ``log_probs``, ``finish``, ``cached_tokens``; ``routes`` if vLLM recorded them;
@@ -97,7 +99,7 @@ class Host:
         sampling = SamplingParams(**parameters, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
         self._running.add(number)
         try:
-            prompt = TokensPrompt(prompt_token_ids=list(tokens))
+            prompt = TokensPrompt(prompt_token_ids=tokens.tolist())
             lora = self._adapters[adapter] if adapter else None
             stream = self.llm.generate(prompt, sampling, str(number), lora_request=lora)
             (result,) = [each async for each in stream]
@@ -129,22 +131,28 @@ class Host:
         await self.llm.resume_generation()
 
     async def sleep(self, parts: Sequence[str]) -> None:
-        """Release the memory of these parts. vLLM releases all of it at once, so the others are allocated again: weights with their
-        values, which take the way through host memory."""
+        """Release the memory of these parts. vLLM releases all of it at once. If the weights stay, they are allocated again with their values,
+        which take the way through host memory; the cache is not allocated again before the weights (see ``wake``)."""
         wanted = self._asleep | set(parts)
-        if wanted == self._asleep:
-            return
-        await self.wake([*self._asleep])
-        await self.llm.sleep(level=2 if "weights" in wanted else 1)
-        self._asleep = {*_TAGS}
-        await self.wake([*(_TAGS.keys() - wanted)])
+        if not wanted <= self._released:
+            await self.wake([*_TAGS])
+            await self.llm.sleep(level=2 if "weights" in wanted else 1)
+            self._released = {*_TAGS}
+        self._asleep = wanted
+        await self._allocate()
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Allocate the memory of these parts again."""
-        woken = self._asleep & set(parts)
-        if woken:
+        """Allocate the memory of these parts again. A cache that wakes before the weights is allocated together with them."""
+        self._asleep -= set(parts)
+        await self._allocate()
+
+    async def _allocate(self) -> None:
+        """Allocate what is released and should not be asleep. After weights were released, vLLM's first ``wake_up`` writes into their memory,
+        whatever it allocates, so nothing is allocated before they are."""
+        woken = self._released - self._asleep
+        if woken and "weights" not in self._asleep:
             await self.llm.wake_up(tags=sorted(_TAGS[part] for part in woken))
-            self._asleep -= woken
+            self._released -= woken
 
     async def expect(self, names: Sequence[str], tied: bool, layers: int | None) -> None:
         """Tell the workers which tensors an update has."""

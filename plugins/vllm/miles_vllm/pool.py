@@ -89,7 +89,7 @@ class PoolLink(Link):
     def _id(self, number: int) -> str:
         return f"{self._prefix}-{number}"
 
-    async def _generate(self, number: int, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str) -> Any:
+    async def _generate(self, number: int, tokens: NDArray[Any], parameters: Mapping[str, Any], adapter: str) -> Any:
         self._running.add(number)
         try:
             rid = self._id(number)

@@ -176,9 +176,11 @@ class ServerLink(EngineServer):
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, rid: str, tokens: Sequence[int], parameters: Mapping[str, Any], adapter: str = "") -> Any:
+    async def generate(
+        self, rid: str, tokens: Sequence[int] | NDArray[Any], parameters: Mapping[str, Any], adapter: str = ""
+    ) -> Any:
         """Generate a response, see ``Host.generate``."""
-        body = {"request_id": rid, "token_ids": list(tokens), "sampling_params": dict(parameters)}
+        body = {"request_id": rid, "token_ids": np.asarray(tokens).tolist(), "sampling_params": dict(parameters)}
         answer = await self.ask(_GENERATE, {**body, "model": adapter} if adapter else body, is_request=True)
         try:
             return _read(answer)

@@ -184,7 +184,7 @@ def test_a_broadcast_is_refused_so_that_the_sender_takes_another_path(checkpoint
 
 
 def test_parts_sleep_and_wake_in_vllms_terms(checkpoints: list[Path]) -> None:
-    """vLLM releases everything at once: level 1 keeps the weights in host memory, level 2 does not."""
+    """vLLM releases everything at once: level 1 keeps the weights in host memory, level 2 does not, and after it the weights wake first."""
 
     async def use(engine: VllmEngine) -> list[Any]:
         await engine.sleep(["cache"])
@@ -192,10 +192,16 @@ def test_parts_sleep_and_wake_in_vllms_terms(checkpoints: list[Path]) -> None:
         await engine.sleep(["weights"])
         await engine.wake(["weights"])
         await engine.wake()
+        await engine.sleep(["weights"])
+        await engine.wake(["weights"])
+        await engine.sleep(["weights", "cache"])
+        await engine.wake(["cache"])
+        await engine.wake(["weights"])
         return engine.link._process.worker.llm.slept  # type: ignore[attr-defined,no-any-return]
 
     slept = run(checkpoints[0], use, arguments={"enable_sleep_mode": True})
-    assert slept == [1, ["weights"], ["kv_cache"], 2, ["weights"], ["kv_cache"]]
+    both = [2, ["kv_cache", "weights"]]
+    assert slept == [1, ["weights"], ["kv_cache"], 2, ["weights"], ["kv_cache"], *both, *both]
 
 
 def test_a_vllm_that_does_not_start_is_one_error(checkpoints: list[Path], monkeypatch: Any) -> None:
