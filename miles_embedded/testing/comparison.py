@@ -50,17 +50,18 @@ class Comparison:
     export: bool
 
 
-def compare(checkpoint: str | Path, recompute: bool = False) -> Comparison:
+def compare(checkpoint: str | Path, recompute: bool = False, device: str = "cpu") -> Comparison:
     """Compare engine and trainer with Transformers' own code.
 
     Args:
         checkpoint: checkpoint of a tiny model with 64 token ids.
         recompute: train with activation checkpointing.
+        device: device of engine and trainer; Transformers' own code runs on the CPU.
     """
-    model, reference = load_model(checkpoint, "float32"), _reference(checkpoint)
+    model, reference = load_model(checkpoint, "float32", device), _reference(checkpoint)
     stored = load_file(Path(checkpoint) / "model.safetensors")
     exported = {name: tensor for unit in export(model) for name, tensor in unit.tensors.items()}
-    same = exported.keys() == stored.keys() and all(torch.equal(exported[n], stored[n]) for n in stored)
+    same = exported.keys() == stored.keys() and all(torch.equal(exported[n].cpu(), stored[n]) for n in stored)
     score, greedy = _compare_generation(
         EmbeddedEngine(model, Settings(str, eos=[], max_running_requests=3, max_context=64)), reference
     )
@@ -181,14 +182,14 @@ def _compare_gradients(model: nn.Module, reference: Any, recompute: bool) -> flo
     output = trainer.forward(model, micro, ctx)
     assert output.log_probs is not None
     coefficients = torch.randn(len(micro.tokens), generator=torch.Generator().manual_seed(4))
-    (output.log_probs * coefficients).sum().backward()
+    (output.log_probs * coefficients.to(micro.tokens.device)).sum().backward()
     for start, length, prompt in zip(
         *(x.tolist() for x in (micro.starts, micro.lengths, micro.prompt_lengths)), strict=True
     ):
-        tokens = micro.tokens[start : start + length]
+        tokens = micro.tokens[start : start + length].cpu()
         rows = expected_log_probs(reference, tokens.tolist()).gather(1, tokens[1:, None])[prompt - 1 :, 0]
         (rows * coefficients[start + prompt : start + length]).sum().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     worst = 0.0
     greatest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
     for name, parameter in reference.named_parameters():
