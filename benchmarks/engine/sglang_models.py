@@ -1,9 +1,10 @@
-"""Whole runs with SGLang of small random models that read images, and of hybrids: the gap between engine and trainer at every step.
+"""Whole runs of small random models that read images, and of hybrids: the gap between engine and trainer at every step.
 
-A process for each side; the trainer is the embedded one and trains the tower too. SGLang may have other versions of packages than the run
-(``--sglang-python-path``): version 0.5.17 pins Transformers 5.12.1, and these models need a newer one in the trainer. A machine without
-torchvision, which SGLang imports and does not call here, gets the stand-in of the tests. ``--engine embedded`` makes the same runs with the
-embedded engine: what the precision alone costs. The exit code is 1 if a run did not complete its steps, or a mean gap is above ``--most``.
+A process for each side; engine and trainer are SGLang and the embedded one, which trains the tower too. SGLang may have other versions of
+packages than the run (``--sglang-python-path``): version 0.5.17 pins Transformers 5.12.1, and these models need a newer one in the trainer.
+A machine without torchvision, which SGLang imports and does not call here, gets the stand-in of the tests. ``--engine embedded`` shows what
+the precision alone costs, and with ``--trainer megatron`` what Megatron-Core's hybrids add. The exit code is 1 if a run did not complete its
+steps, or a mean gap is above ``--most``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _DELTA = {
     "linear_value_head_dim": 64,
 }
 _MAMBA = {"mamba_d_ssm": 1024, "mamba_d_head": 64, "mamba_n_heads": 16, "mamba_d_state": 64, "mamba_n_groups": 1}
+_SSM = {"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 4, "chunk_size": 64}
 _EXPERTS = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
@@ -77,6 +79,16 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3NextConfig", {**_TEXT, **_DELTA, **_EXPERTS, "head_dim": 128}),
     "falcon_h1": ("FalconH1Config", {**_TEXT, **_MAMBA, "head_dim": 64}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**_TEXT, **_DELTA, "head_dim": 128}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{name: value for name, value in {**_TEXT, **_SSM}.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+            "moe_shared_expert_intermediate_size": 256,
+        },
+    ),
     "lfm2": ("Lfm2Config", {**_TEXT, "layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -87,7 +99,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 #: Sides with layers that keep a state between tokens.
-HYBRIDS = ("qwen3_next", "falcon_h1", "lfm2", "lfm2_moe")
+HYBRIDS = ("qwen3_next", "qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "lfm2_moe")
 
 
 #: Metric of r3: share of tokens for which the trainer would choose other experts.
@@ -159,8 +171,9 @@ def python_path(given: argparse.Namespace, scratch: Path) -> str:
 def flags_of(side: str, given: argparse.Namespace, place: Path, shadow: str) -> list[str]:
     """The command line of a run."""
     rows = 8 * given.prompts
-    plugins = "tis,r3" if given.r3 and "num_experts" in SIDES[side][1] else "tis"
-    flags = f"""--hf-checkpoint {place / "model"} --save {place / "run"} --engine {given.engine} --dtype {given.dtype} --device {given.device}
+    plugins = "tis,r3" if given.r3 and "moe_intermediate_size" in SIDES[side][1] else "tis"
+    flags = f"""--hf-checkpoint {place / "model"} --save {place / "run"} --engine {given.engine} --trainer {given.trainer}
+        --dtype {given.dtype} --device {given.device}
         --prompt-data {place / "prompts.jsonl"} --input-key prompt --label-key label --custom-rm-path {place / "reward.py"}:rm
         --rollout-batch-size {given.prompts} --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps}
         --lr 1e-5 --max-running-requests {rows} --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed 0 --plugins {plugins}
@@ -219,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
+    parser.add_argument("--trainer", choices=("embedded", "megatron"), default="embedded")
     parser.add_argument("--sglang-python-path", default="", help="see miles train --help sglang-python-path")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
@@ -236,7 +250,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(given.jobs) as pool:
         scratch = Path(directory)
         (scratch / "metadata").mkdir()
-        checkout.register(scratch / "metadata", ["sglang", "tis", "r3"])
+        checkout.register(scratch / "metadata", ["sglang", "tis", "r3", "megatron"])
         for side in given.sides:  # one after the other: they draw from one generator
             (scratch / side).mkdir()
             write_model(side, scratch / side / "model", given.tiny)
@@ -245,8 +259,18 @@ def main() -> int:
         runs = {side: pool.submit(measure, side, given, scratch) for side in given.sides}
         found = {side: run.result() for side, run in runs.items()}
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    result = {"gpu": gpu, **{name: getattr(given, name) for name in ("engine", "dtype", "steps", "r3")}, "sides": found}
-    finish("sglang_models", result, given.save, lambda: installed("torch", "transformers"), given.engine)
+    result = {
+        "gpu": gpu,
+        **{name: getattr(given, name) for name in ("engine", "trainer", "dtype", "steps", "r3")},
+        "sides": found,
+    }
+    finish(
+        "sglang_models",
+        result,
+        given.save,
+        lambda: installed("torch", "transformers"),
+        "-".join([given.engine, *([given.trainer] if given.trainer != "embedded" else [])]),
+    )
     bad = [
         side for side, row in found.items() if row["exit"] or row["steps"] < given.steps or max(row["gap"]) > given.most
     ]
