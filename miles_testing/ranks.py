@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import io
@@ -36,6 +37,8 @@ from typing import Any
 
 #: Seconds to wait for the errors of other ranks after one failed, and for the stacks of ranks that timed out.
 _GRACE = 1.0
+#: Threads of a rank's process above which it collects garbage after a call.
+_THREADS = 100
 
 
 class RankError(AssertionError):
@@ -190,10 +193,19 @@ def _call(message: bytes, stack: io.TextIOWrapper) -> bytes:
             return _dumps((True, function(*args)))
         finally:
             dist.destroy_process_group()
+            _release_groups()
     except Exception:
         return pickle.dumps((False, traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _release_groups() -> None:
+    """Collect the groups of earlier calls that are garbage in cycles, if this process has many threads: every group has threads that poll. A
+    run excludes its objects from collection (``freeze_gc``)."""
+    if sys.platform == "linux" and len(os.listdir("/proc/self/task")) > _THREADS:
+        gc.unfreeze()
+        gc.collect()
 
 
 def _end_with_parent() -> None:
