@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from miles_embedded.testing.families import FAMILIES as MORE
 from miles_megatron.families import FAMILIES
 from miles_testing import tiny_checkpoint
+from miles_testing.tiny import random_checkpoint
 
 #: Families whose tiny configuration is another one's with changes: (configuration class, whose, changes).
 LIKE = {
@@ -17,6 +19,8 @@ LIKE = {
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
 }
+#: Families with gated delta nets.
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def pytest_generate_tests(metafunc):
@@ -26,7 +30,13 @@ def pytest_generate_tests(metafunc):
 
 
 def make_checkpoint(family, directory, **changes):
-    """A random model of a family, as ``tiny_checkpoint`` makes them."""
+    """A random model of a family, as ``tiny_checkpoint`` makes them; with random norms where layers have a state."""
+    if family in HYBRID:
+        import transformers
+
+        name, values = MORE[family]
+        config = getattr(transformers, name)(**{**values, **changes})
+        return random_checkpoint(config, directory, biases=0.2)
     if family not in LIKE:
         return tiny_checkpoint(family, directory, **changes)
     import transformers
