@@ -25,7 +25,7 @@ HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
-    if "family" in metafunc.fixturenames:
+    if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):
         metafunc.parametrize("family", FAMILIES)
 
 
@@ -35,7 +35,8 @@ def make_checkpoint(family, directory, **changes):
         import transformers
 
         name, values = MORE[family]
-        config = getattr(transformers, name)(**{**values, **changes})
+        # the norm of a delta net's output, which is 0 where a query meets no similar key, would amplify rounding
+        config = getattr(transformers, name)(**{**values, "rms_norm_eps": 1e-2, **changes})
         return random_checkpoint(config, directory, biases=0.2)
     if family not in LIKE:
         return tiny_checkpoint(family, directory, **changes)
