@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_embedded.testing.families import FAMILIES as MORE
-from miles_megatron.families import FAMILIES
+from miles_megatron.families import FAMILIES, HYBRID
 from miles_testing import tiny_checkpoint
 from miles_testing.tiny import random_checkpoint
 
@@ -19,10 +19,6 @@ LIKE = {
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
 }
-#: Families with gated delta nets.
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-
-
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
     if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):

@@ -40,6 +40,9 @@ FAMILIES = {
     "qwen3_5_moe_text": "qwen3_5",
 }
 
+#: Families with gated delta nets.
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
 #: ``model_type`` of checkpoints whose modules and entries are those of another family.
 SAME = {"kimi_k2": "deepseek_v3"}
 
