@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from miles_megatron.config_keys import layer_windows
 
-
 #: What mixes the tokens of a layer: attention, or a gated delta net.
 Mixer = Literal["attention", "delta"]
 

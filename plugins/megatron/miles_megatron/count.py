@@ -54,7 +54,9 @@ def delta(a: Architecture) -> Count:
     assert a.delta is not None
     d = a.delta
     joined = 2 * d.keys + d.values  # channels of the convolution
-    return Count((joined + 2 * d.values + 2 * d.value_heads) * a.hidden + joined * d.width + 2 * d.value_heads, d.value_size)
+    return Count(
+        (joined + 2 * d.values + 2 * d.value_heads) * a.hidden + joined * d.width + 2 * d.value_heads, d.value_size
+    )
 
 
 def feed_forward(a: Architecture, sparse: bool) -> Count:

@@ -19,6 +19,8 @@ LIKE = {
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
 }
+
+
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
     if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):

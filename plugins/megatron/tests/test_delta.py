@@ -12,8 +12,8 @@ import torch
 
 from miles_core.data import Sample, collate
 from miles_core.trainer import Callbacks
-from miles_megatron.testing import make
-from miles_testing import Setup, TrainerContract
+from miles_megatron.testing import make, may_have_children
+from miles_testing import Setup, TrainerContract, toy_run
 from miles_testing.yardstick import checkpoint_weights, make_batch, weighted, yardstick, yardstick_model
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
@@ -121,7 +121,9 @@ def test_without_the_samples_starts_neighbours_change_results(checkpoints, monke
     joined = torch.tensor([0, len(batch.tokens)])
     for name, kernel in (("causal_conv1d", delta_rule.convolve), ("chunk_gated_delta_rule", delta_rule.delta_rule)):
         with monkeypatch.context() as patch:
-            patch.setattr(gdn, name, lambda *args, kernel=kernel, **given: kernel(*args, **{**given, "cu_seqlens": joined}))
+            patch.setattr(
+                gdn, name, lambda *args, kernel=kernel, **given: kernel(*args, **{**given, "cu_seqlens": joined})
+            )
             found = make(checkpoints("qwen3_next"), Setup()).log_probs(batch, "old")["log_probs"]
         assert (found - expected)[9:].abs().max() > 1e-3, name
 
@@ -178,3 +180,54 @@ def test_two_ranks_compute_what_one_computes(ranks, four_layers, family, sizes):
         assert exported.keys() == units.keys()
         for name, tensor in exported.items():
             torch.testing.assert_close(tensor, units[name], rtol=0, atol=1e-6, msg=name)
+
+
+def step_and_save(checkpoint, directory, sizes, load):
+    """Exported weights after two steps; the state after the first one is saved, or loaded from another run."""
+    may_have_children()
+    trainer = make(checkpoint, Setup(), **sizes)
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
+    batch, world = make_batch(), trainer.world
+    part = batch.select([i for i, group in enumerate(batch.group.tolist()) if group % world.replicas == world.replica])
+    if load:
+        trainer.load(directory)
+    else:
+        trainer.step(part)
+        trainer.save(directory)
+    trainer.step(part)
+    return {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tensor", None), pytest.param(None, "tensor", marks=pytest.mark.thorough), ("context", "pipeline")],
+)
+def test_a_checkpoint_continues_with_other_sizes(ranks, four_layers, tmp_path, before, after):
+    checkpoint, _ = four_layers("qwen3_next")
+
+    def run(name, load):
+        if name is None:
+            return step_and_save(checkpoint, tmp_path, {}, load)
+        return ranks.run(step_and_save, checkpoint, tmp_path, SIZES[name], load)[0]
+
+    expected, found = run(before, False), run(after, True)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("qwen3_next", "int4"), pytest.param("qwen3_5_text", "mxfp8", marks=pytest.mark.thorough)],
+)
+def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(make_model, tmp_path, family, precision):
+    sizes = {"intermediate_size": 64} if family == "qwen3_5_text" else {}
+    checkpoint = make_model(family, tmp_path / "model", **sizes)
+    options = {"rollout_precision": precision, "train_precision": precision, "emulate_precision": True, "steps": 1}
+    options |= {"int4_group_size": 16} if precision == "int4" else {}
+    here, there = (
+        toy_run([], trainer=trainer, hf_checkpoint=checkpoint, dtype="float32", **options).metrics[0]
+        for trainer in ("embedded", "megatron")
+    )
+    assert there["reward/mean"] == here["reward/mean"] and there["mismatch/abs_log_prob"] < 1e-3
+    assert there["train/grad_norm"] == pytest.approx(here["train/grad_norm"], rel=1e-3)

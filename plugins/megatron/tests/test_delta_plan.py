@@ -90,7 +90,7 @@ def test_a_gpu_without_the_kernels_gets_a_note(checkpoints, family):
     for version in ("none", "0.4.1"):
         found = plan(facts=[*facts, f"package.flash-linear-attention={version}"], **given).advice
         assert any(note in text for text in found) == (version == "none")
-    with pytest.raises(PlanError, match="needs flash-linear-attention ~=0.4.0"):
+    with pytest.raises(PlanError, match=r"needs flash-linear-attention ~=0.4.0"):
         plan(facts=[*facts, "package.flash-linear-attention=0.3.0"], **given)
 
 

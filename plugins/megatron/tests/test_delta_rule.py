@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from torch.nn.functional import conv1d, silu
 

@@ -19,7 +19,9 @@ def data_files(directory):
     [last] = directory.glob("checkpoints/step_00000002")
     policy = last / "policy"
     found = {path.relative_to(policy): path.read_bytes() for path in policy.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if name.name != ".metadata"}  # Megatron-Core's names this run's files
+    return {
+        name: data for name, data in found.items() if name.name != ".metadata"
+    }  # Megatron-Core's names this run's files
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,9 @@ def _mixed(a: Architecture, layer: Any, mixer: Mixer) -> Any:
     engine = has_transformer_engine()
     if mixer == "delta":
         changes["self_attention"] = delta_spec(layer.submodules.self_attention, TENorm if engine else WrappedTorchNorm)
-    if mixer != "attention":  # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
+    if (
+        mixer != "attention"
+    ):  # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
         names = layer.submodules.sharded_state_dict_keys_map
         changes["sharded_state_dict_keys_map"] = {k: v.replace("linear_qkv.", "in_proj.") for k, v in names.items()}
     if a.centred and not engine:
