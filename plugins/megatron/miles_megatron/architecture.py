@@ -174,8 +174,9 @@ class Architecture:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each decoder layer."""
-        mixers = self.mixers or ("attention",) * len(self.sparse)
-        return tuple(map(Kind, mixers, self.sparse))
+        return tuple(
+            Kind(self.mixers[i] if self.mixers else "attention", sparse) for i, sparse in enumerate(self.sparse)
+        )
 
     @property
     def mtp_kind(self) -> Kind:

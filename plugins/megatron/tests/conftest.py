@@ -23,7 +23,7 @@ LIKE = {
 
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
-    if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):
+    if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", FAMILIES)
 
 
