@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_core.plugin import CheckpointError, PlanError
+from miles_embedded.testing.families import lacking
 from miles_megatron import count, families
 from miles_megatron.architecture import Kind
 from miles_megatron.examine import examine_checkpoint
@@ -18,6 +19,8 @@ from miles_megatron.recipes import cuts
 from miles_megatron.sizes import Sizes, misfits
 from miles_testing import plan
 
+#: The plan of a run includes the embedded engine.
+planned = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 
 
@@ -65,6 +68,7 @@ def test_tiles_of_rows_do_not_fit_into_joined_projections():
     assert not list(cuts(a, Sizes(), (1, 128)))
 
 
+@planned
 def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints, tmp_path):
     given = {"trainer": "megatron", "hf_checkpoint": checkpoints("qwen3_next")}
     with pytest.raises(PlanError, match="gated delta nets compute packed samples only without it"):
@@ -81,6 +85,7 @@ def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints,
         plan(["speculative"], enable_mtp_training=True, **given)
 
 
+@planned
 @pytest.mark.parametrize("hybrid", HYBRID)
 def test_a_gpu_without_the_kernels_gets_a_note(checkpoints, hybrid):
     given = {"trainer": "megatron", "hf_checkpoint": checkpoints(hybrid)}
