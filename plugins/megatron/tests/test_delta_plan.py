@@ -71,6 +71,7 @@ def test_tiles_of_rows_do_not_fit_into_joined_projections():
 @planned
 def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints, tmp_path):
     given = {"trainer": "megatron", "hf_checkpoint": checkpoints("qwen3_next")}
+    given["facts"] = ["package.megatron-core=0.19.2"]
     with pytest.raises(PlanError, match="gated delta nets compute packed samples only without it"):
         plan(deterministic_mode=True, **given)
     model = tmp_path / "model"
