@@ -2,6 +2,7 @@
 
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
+from miles_megatron.families import HYBRID
 from miles_megatron.foreign_flags import FOREIGN_FLAGS
 from miles_megatron.recipes import TILES
 
@@ -9,6 +10,8 @@ __version__ = "0.1.0"
 
 #: Versions that this trainer was tested with.
 CORE, ENGINE = ">=0.19.2,<0.20", ">=2.20,<2.21"
+#: Versions of flash-linear-attention that Megatron-Core 0.19 names; not tested here.
+DELTA = "~=0.4.0"
 
 plugin = Plugin(
     name="megatron",
@@ -92,6 +95,13 @@ plugin = Plugin(
             ENGINE,
             when="trainer == megatron and gpu.sm > 0",
             install=f'pip install "transformer-engine[pytorch]{ENGINE}"',
+        ),
+        Package(
+            "flash-linear-attention",
+            DELTA,
+            when=f"trainer == megatron and gpu.sm > 0 and model.type in {{{', '.join(HYBRID)}}}",
+            install=f'pip install "flash-linear-attention{DELTA}"',
+            without="torch computes gated delta nets, which is much slower and needs more memory",
         ),
     ),
     review="miles_megatron.review:review",

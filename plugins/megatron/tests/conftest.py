@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_megatron.families import FAMILIES
+from miles_embedded.testing.families import FAMILIES as MORE
+from miles_megatron.families import FAMILIES, HYBRID
 from miles_testing import tiny_checkpoint
+from miles_testing.tiny import random_checkpoint
 
 #: Families whose tiny configuration is another one's with changes: (configuration class, whose, changes).
 LIKE = {
@@ -26,7 +28,14 @@ def pytest_generate_tests(metafunc):
 
 
 def make_checkpoint(family, directory, **changes):
-    """A random model of a family, as ``tiny_checkpoint`` makes them."""
+    """A random model of a family, as ``tiny_checkpoint`` makes them; with random norms where layers have a state."""
+    if family in HYBRID:
+        import transformers
+
+        name, values = MORE[family]
+        # the norm of a delta net's output, which is 0 where a query meets no similar key, would amplify rounding
+        config = getattr(transformers, name)(**{**values, "rms_norm_eps": 1e-2, **changes})
+        return random_checkpoint(config, directory, biases=0.2)
     if family not in LIKE:
         return tiny_checkpoint(family, directory, **changes)
     import transformers

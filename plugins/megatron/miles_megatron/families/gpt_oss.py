@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.architecture import Architecture, Experts, Kind, common, experts_of
 from miles_megatron.families.parts import Entry, Layout, attention, norms
 
 
@@ -23,12 +23,12 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
     assert a.experts is not None
     yield from (*norms(m, h), *attention(a, m, h))
-    for kind in ("weight", "bias"):
-        yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
+    for part in ("weight", "bias"):
+        yield Entry(f"{m}.mlp.router.{part}", (f"{h}.mlp.router.{part}",))
     experts: tuple[tuple[str, Layout, int], ...] = (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1))
     for inner, layout, axis in experts:
         outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"
