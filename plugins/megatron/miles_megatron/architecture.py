@@ -22,6 +22,7 @@ class Latent:
         kv_rank: rank of the compression shared by keys and values.
         nope, rope: size of a head's key part without and with rotary embedding.
         value: size of a head's value.
+        epsilon: epsilon of the norms of the compressed queries, keys and values.
     """
 
     q_rank: int
@@ -29,6 +30,7 @@ class Latent:
     nope: int
     rope: int
     value: int
+    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
-_GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob",
-            "moe_intermediate_size")  # fmt: skip
+_GROUPED = (
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "moe_intermediate_size",
+)
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 #: Entries that the family's module reads, or that have no effect in its checkpoints.
@@ -24,8 +30,17 @@ _READ: dict[str, tuple[str, ...]] = {
     "qwen2_moe": (*_WINDOWS, *_QWEN_EXPERTS, "qkv_bias", "shared_expert_intermediate_size"),
     "qwen3_moe": (*_WINDOWS, *_QWEN_EXPERTS),
     "mixtral": ("sliding_window", "router_jitter_noise"),
-    "deepseek_v3": (*_LATENT, *_GROUPED, "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size"),
-    "glm4_moe": (*_GROUPED, "attention_bias", "use_qk_norm"),
+    "deepseek_v3": (
+        *_LATENT,
+        *_GROUPED,
+        "first_k_dense_replace",
+        "pretraining_tp",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+    ),
+    "glm4_moe": (*_GROUPED, "first_k_dense_replace", "attention_bias", "use_qk_norm"),
+    "glm4_moe_lite": (*_LATENT, *_GROUPED, "pretraining_tp", "mlp_layer_types"),
     "minimax_m2": ("rotary_dim", "router_jitter_noise"),
     "gpt_oss": ("sliding_window", "layer_types"),
 }
@@ -43,6 +58,12 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
         "rope_interleave": (True,),
+    },
+    "glm4_moe_lite": {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "rope_interleave": (True,),
+        "first_k_dense_replace": (1,),
     },
     "minimax_m2": {
         "scoring_func": ("sigmoid",),

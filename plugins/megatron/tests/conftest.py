@@ -16,6 +16,7 @@ LIKE = {
     "mistral": ("MistralConfig", "llama", {"tie_word_embeddings": False, "sliding_window": None}),
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "deepseek_v3", {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}),
 }
 
 

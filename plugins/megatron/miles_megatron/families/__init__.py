@@ -33,6 +33,7 @@ FAMILIES = {
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
 }

@@ -25,7 +25,7 @@ from miles_megatron.architecture import Architecture
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
-from miles_megatron.trainer.latent import sum_rotary_gradients
+from miles_megatron.trainer.latent import set_norm_epsilon, sum_rotary_gradients
 from miles_megatron.trainer.norm import WholeNorm
 
 #: Option that makes TransformerEngine's layers accumulate weight gradients in place. It is not passed to Megatron-Core, whose own layers
@@ -258,6 +258,8 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             rope_scaling_factor=float(scaling.get("factor", 8.0)),
             vp_stage=stage,
         )
+        if a.latent is not None:
+            set_norm_epsilon(chunk, a.latent.epsilon)
         if a.latent is not None and s.tp > 1 and s.sequence and not has_transformer_engine():
             sum_rotary_gradients(chunk)
         chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
