@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from miles_megatron.config_keys import layer_windows
+
+
+#: What mixes the tokens of a layer: attention, or a gated delta net.
+Mixer = Literal["attention", "delta"]
+
+
+class Kind(NamedTuple):
+    """Kind of a decoder layer; layers of one kind have equal tensors.
+
+    Attributes:
+        mixer: what mixes its tokens.
+        sparse: whether it has experts.
+    """
+
+    mixer: Mixer = "attention"
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,34 @@ class Latent:
     rope: int
     value: int
     epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Gated delta net (arXiv 2412.06464, section 3.4).
+
+    Attributes:
+        key_heads: heads of queries, and of keys.
+        value_heads: heads of values; each head of keys serves the same number of consecutive ones.
+        key_size, value_size: elements of a head.
+        width: tokens that the convolution over queries, keys and values reads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all heads of keys."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Elements of all heads of values."""
+        return self.value_heads * self.value_size
 
 
 @dataclass(frozen=True)
@@ -92,7 +137,11 @@ class Architecture:
         qk_norm: norm of queries and keys: none, over each head, or over all heads together.
         mlp_bias: experts and router have biases.
         sinks: attention has one learned extra logit (sink) per head.
+        output_gate: the query projection also yields a gate, whose sigmoid multiplies the output of attention.
+        centred: norms multiply by 1 + weight.
         sparse: for each layer, whether it has experts.
+        mixers: for each layer, what mixes its tokens; empty if all layers attend.
+        delta: the gated delta nets.
         mtp: number of MTP layers after the decoder; they have experts if the last decoder layer has.
         epsilon: epsilon of the norms.
         rotary: position embedding.
@@ -113,13 +162,28 @@ class Architecture:
     qk_norm: Literal["", "head", "whole"] = ""
     mlp_bias: bool = False
     sinks: bool = False
+    output_gate: bool = False
+    centred: bool = False
     sparse: tuple[bool, ...] = ()
+    mixers: tuple[Mixer, ...] = ()
+    delta: Delta | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     mtp: int = 0
     epsilon: float = 1e-6
     rotary: Rotary = Rotary()
     windows: tuple[int, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of each decoder layer."""
+        mixers = self.mixers or ("attention",) * len(self.sparse)
+        return tuple(map(Kind, mixers, self.sparse))
+
+    @property
+    def mtp_kind(self) -> Kind:
+        """Kind of the MTP layers."""
+        return Kind(sparse=bool(self.sparse) and self.sparse[-1])
 
     @property
     def q_size(self) -> int:

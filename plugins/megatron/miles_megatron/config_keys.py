@@ -21,6 +21,8 @@ _GROUPED = (
 )
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_HYBRID = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+           "layer_types", "full_attention_interval", "mamba_ssm_dtype")  # fmt: skip
 #: Entries that the family's module reads, or that have no effect in its checkpoints.
 _READ: dict[str, tuple[str, ...]] = {
     "llama": ("pretraining_tp",),
@@ -43,6 +45,9 @@ _READ: dict[str, tuple[str, ...]] = {
     "glm4_moe_lite": (*_LATENT, *_GROUPED, "pretraining_tp", "mlp_layer_types"),
     "minimax_m2": ("rotary_dim", "router_jitter_noise"),
     "gpt_oss": ("sliding_window", "layer_types"),
+    "qwen3_next": (*_HYBRID, *_QWEN_EXPERTS, "shared_expert_intermediate_size"),
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": (*_HYBRID, "moe_intermediate_size", "shared_expert_intermediate_size"),
 }
 #: Entries and their supported values; the first value also applies if the entry is missing.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -80,9 +85,17 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),
     },
+    "qwen3_next": {"attn_output_gate": (True,)},
+    "qwen3_5_text": {"attn_output_gate": (True,)},
+    "qwen3_5_moe_text": {
+        "attn_output_gate": (True,),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
 }
 #: Families whose rotary embedding may rotate only a part of each head.
-_PARTIAL = ("glm4_moe", "minimax_m2")
+_PARTIAL = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: Entries of all families that the tables of weights and sizes read, or that do not affect the computation. MTP layers draft tokens; the
 #: model's own log-probs do not depend on them.
 _COMMON = re.compile(

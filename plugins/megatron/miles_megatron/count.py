@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from miles_megatron.architecture import Architecture
+from miles_megatron.architecture import Architecture, Kind
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,17 @@ def attention(a: Architecture) -> Count:
         return queries + keys + Count(a.heads * low.value * a.hidden)
     both = a.q_size + 2 * a.kv_size
     norms = {"": 0, "head": 2 * a.head_dim, "whole": a.q_size + a.kv_size}[a.qk_norm]
-    split = both * a.hidden + a.q_size * a.hidden + (both if a.qkv_bias else 0) + (a.heads if a.sinks else 0)
+    gate = a.q_size if a.output_gate else 0
+    split = (both + gate + a.q_size) * a.hidden + (both if a.qkv_bias else 0) + (a.heads if a.sinks else 0)
     return Count(split, norms + (a.hidden if a.out_bias else 0))
+
+
+def delta(a: Architecture) -> Count:
+    """Count the parameters of one layer's gated delta net."""
+    assert a.delta is not None
+    d = a.delta
+    joined = 2 * d.keys + d.values  # channels of the convolution
+    return Count((joined + 2 * d.values + 2 * d.value_heads) * a.hidden + joined * d.width + 2 * d.value_heads, d.value_size)
 
 
 def feed_forward(a: Architecture, sparse: bool) -> Count:
@@ -57,9 +67,10 @@ def feed_forward(a: Architecture, sparse: bool) -> Count:
     return Count(3 * a.hidden * e.shared, router, e.count * (3 * a.hidden * e.ffn + biases))
 
 
-def layer(a: Architecture, sparse: bool) -> Count:
+def layer(a: Architecture, kind: Kind) -> Count:
     """Count the parameters of one decoder layer."""
-    return attention(a) + feed_forward(a, sparse) + Count(whole=2 * a.hidden)
+    mixer = {"attention": attention, "delta": delta}[kind.mixer](a)
+    return mixer + feed_forward(a, kind.sparse) + Count(whole=2 * a.hidden)
 
 
 def embedding(a: Architecture) -> Count:
@@ -69,7 +80,7 @@ def embedding(a: Architecture) -> Count:
 
 def mtp_layer(a: Architecture) -> Count:
     """Count the parameters of one MTP layer: a decoder layer, the projection of its two inputs, and three norms."""
-    return layer(a, bool(a.sparse) and a.sparse[-1]) + Count(2 * a.hidden * a.hidden, 3 * a.hidden)
+    return layer(a, a.mtp_kind) + Count(2 * a.hidden * a.hidden, 3 * a.hidden)
 
 
 def model(a: Architecture, mtp: int = 0) -> Count:
@@ -77,6 +88,6 @@ def model(a: Architecture, mtp: int = 0) -> Count:
     total = embedding(a) + Count(whole=a.hidden)
     if not a.tied:
         total += embedding(a)
-    experts = sum(a.sparse)
-    total += layer(a, False) * (len(a.sparse) - experts) + layer(a, True) * experts
+    for kind, layers in Counter(a.kinds).items():
+        total += layer(a, kind) * layers
     return total + mtp_layer(a) * mtp

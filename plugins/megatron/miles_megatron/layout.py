@@ -5,9 +5,12 @@ returns the checkpoint's tensors. Both only move elements, so ``join`` after ``s
 
 ``plain``            one tensor, split along an axis.
 ``vocabulary``       split along rows, after padding with zero rows to a multiple of the ranks; ``join`` drops the padding.
-``qkv``              queries, keys and values interleaved by query group: the queries of a group, its key, its value.
+``qkv``              queries, keys and values interleaved by query group: the queries of a group, its key, its value. With an output
+                     gate, the checkpoint's first tensor has the gate of each head after its query; a group has its gates after its queries.
 ``gate_up``          each rank holds its rows of the gate projection, then its rows of the up projection.
 ``stacked``          all experts in one tensor of the checkpoint, [experts, in, out] (weights) or [experts, out] (biases).
+``sections``         the sections of all tensors one after another, each split along rows. With groups, the checkpoint's tensors interleave
+                     the sections by group.
 ``stacked_gate_up``  as ``stacked``, with gate and up in alternate output columns.
 """
 
@@ -34,6 +37,8 @@ def shard(entry: Entry, tensors: Sequence[Tensor], a: Architecture, rank: int = 
     if entry.layout in ("gate_up", "stacked_gate_up"):
         gate, up = tensors if entry.layout == "gate_up" else _alternate(_expert(entry, tensors[0]))
         return torch.cat([_cut(gate, 0, rank, size), _cut(up, 0, rank, size)])
+    if entry.layout == "sections":
+        return torch.cat([_cut(section, 0, rank, size) for section in _sections(entry, tensors)])
     if entry.layout == "qkv":
         return _cut(_interleaved(tensors, a), 0, rank, size)
     whole = tensors[0]
@@ -59,6 +64,8 @@ def join(entry: Entry, shards: Sequence[Tensor], a: Architecture) -> list[Tensor
             return [gate, up]
         both = torch.stack([gate, up], 1).flatten(0, 1)
         return [both.t().contiguous() if both.dim() == 2 else both]
+    if entry.layout == "sections":
+        return _ungrouped(entry, shards)
     whole = shards[0] if entry.axis is None or len(shards) == 1 else torch.cat(list(shards), entry.axis)
     if entry.layout == "qkv":
         return _separated(whole, a)
@@ -93,10 +100,41 @@ def _alternate(both: Tensor) -> tuple[Tensor, Tensor]:
 
 def _interleaved(tensors: Sequence[Tensor], a: Architecture) -> Tensor:
     groups = [t.reshape(a.kv_heads, -1, *t.shape[1:]) for t in tensors]
+    if a.output_gate:
+        groups[0] = _swap(groups[0], a.heads // a.kv_heads, 2)
     return torch.cat(groups, 1).flatten(0, 1)
 
 
 def _separated(whole: Tensor, a: Architecture) -> list[Tensor]:
-    per = a.heads // a.kv_heads * a.head_dim
+    heads = a.heads // a.kv_heads
+    per = heads * a.head_dim * (2 if a.output_gate else 1)
     groups = whole.reshape(a.kv_heads, -1, *whole.shape[1:])
-    return [p.flatten(0, 1) for p in groups.split([per, a.head_dim, a.head_dim], 1)]
+    parts = list(groups.split([per, a.head_dim, a.head_dim], 1))
+    if a.output_gate:
+        parts[0] = _swap(parts[0], 2, heads)
+    return [p.flatten(0, 1) for p in parts]
+
+
+def _swap(rows: Tensor, first: int, second: int) -> Tensor:
+    """Return [groups, rows, ...] with rows of order (first, second, ...) reordered to (second, first, ...)."""
+    return rows.unflatten(1, (first, second, -1)).transpose(1, 2).flatten(1, 3)
+
+
+def _sections(entry: Entry, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sections of all tensors of the checkpoint, each with the rows of all groups."""
+    found: list[Tensor] = []
+    for tensor, sizes in zip(tensors, entry.sections, strict=True):
+        groups = tensor.unflatten(0, (entry.groups, -1))
+        found += [part.flatten(0, 1) for part in groups.split([size // entry.groups for size in sizes], 1)]
+    return found
+
+
+def _ungrouped(entry: Entry, shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return the checkpoint's tensors from the shards of all ranks."""
+    sizes = [size for sizes in entry.sections for size in sizes]
+    parts = [s.split([size // len(shards) for size in sizes]) for s in shards]
+    sections = iter([torch.cat(ranks) for ranks in zip(*parts, strict=True)])
+    return [
+        torch.cat([next(sections).unflatten(0, (entry.groups, -1)) for _ in sizes], 1).flatten(0, 1)
+        for sizes in entry.sections
+    ]

@@ -9,13 +9,14 @@ section 2.2).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from miles_megatron import count
-from miles_megatron.architecture import Architecture
+from miles_megatron.architecture import Architecture, Kind
 from miles_megatron.count import Count
 from miles_megatron.sizes import Sizes
 
@@ -24,6 +25,11 @@ GB = 1e9
 LOGITS, LOGIT_BYTES = 1 << 26, 14
 #: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several ranks.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
+
+#: Tokens of a chunk of the gated delta rule's kernels.
+CHUNK = 64
+#: The kinds of layers of a pipeline stage, and how many of each it has.
+Layers = tuple[tuple[Kind, int], ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Stage:
 
 def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
     """Return the memory of each pipeline stage; the sizes must pass ``misfits``."""
-    return [_stage(a, s, w, number, *kinds) for number, kinds in enumerate(_kinds(a.sparse, tuple(s.stages(a.layers))))]
+    return [_stage(a, s, w, number, kinds) for number, kinds in enumerate(_kinds(a.kinds, tuple(s.stages(a.layers))))]
 
 
 def peak(a: Architecture, s: Sizes, w: Work) -> float:
@@ -117,24 +123,24 @@ def _totals(a: Architecture, s: Sizes, w: Work) -> Iterator[float]:
     """Yield the bytes of each stage that may need most.
 
     Of several stages with equally many layers of each kind, the first has the most micro-batches in flight."""
-    chosen: dict[tuple[int, int, bool], int] = {}
-    for number, (dense, sparse) in enumerate(_kinds(a.sparse, tuple(s.stages(a.layers)))):
-        chosen.setdefault((dense, sparse, 0 < number == s.pp - 1), number)
-    for (dense, sparse, _), number in chosen.items():
-        yield _stage(a, s, w, number, dense, sparse).total
+    chosen: dict[tuple[Layers, bool], int] = {}
+    for number, kinds in enumerate(_kinds(a.kinds, tuple(s.stages(a.layers)))):
+        chosen.setdefault((kinds, 0 < number == s.pp - 1), number)
+    for (kinds, _), number in chosen.items():
+        yield _stage(a, s, w, number, kinds).total
 
 
 @lru_cache(maxsize=4096)
-def _kinds(sparse: tuple[bool, ...], stages: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of layers without and with experts of each stage. stages: the number of layers of each."""
+def _kinds(kinds: tuple[Kind, ...], stages: tuple[int, ...]) -> tuple[Layers, ...]:
+    """Return the kinds of layers of each stage. kinds: the kind of each layer; stages: the number of layers of each."""
     ends = accumulate(stages)
-    experts = [sum(sparse[end - layers : end]) for layers, end in zip(stages, ends, strict=True)]
-    return tuple((layers - n, n) for layers, n in zip(stages, experts, strict=True))
+    counts = (Counter(kinds[end - layers : end]) for layers, end in zip(stages, ends, strict=True))
+    return tuple(tuple(sorted(found.items())) for found in counts)
 
 
-def _stage(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sparse: int) -> Stage:
-    """Return the memory of one stage with so many layers without and with experts."""
-    held = _parameters(a, number == 0, number == s.pp - 1, dense, sparse)
+def _stage(a: Architecture, s: Sizes, w: Work, number: int, kinds: Layers) -> Stage:
+    """Return the memory of one stage with these layers."""
+    held = _parameters(a, number == 0, number == s.pp - 1, kinds)
     mtp = w.mtp and number == s.pp - 1
     if mtp:
         held += count.mtp_layer(a)
@@ -143,11 +149,11 @@ def _stage(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sparse: 
     own = w.width * w.trained if w.trained < 1 else 0.0
     return Stage(
         number,
-        dense + sparse,
+        sum(layers for _, layers in kinds),
         weights=(w.width + w.seen + own) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
         gradients=w.gradient * w.trained * (mine + experts),
         optimiser=w.state * w.trained * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
-        activations=_activations(a, s, w, number, dense, sparse),
+        activations=_activations(a, s, w, number, kinds),
         other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
     )
 
@@ -158,9 +164,11 @@ def _table(a: Architecture, s: Sizes) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _parameters(a: Architecture, first: bool, last: bool, dense: int, sparse: int) -> Count:
+def _parameters(a: Architecture, first: bool, last: bool, kinds: Layers) -> Count:
     """Count the parameters of one stage, before tensor and expert parallelism."""
-    total = count.layer(a, False) * dense + count.layer(a, True) * sparse
+    total = Count()
+    for kind, layers in kinds:
+        total += count.layer(a, kind) * layers
     if first:
         total += count.embedding(a)
     if last:
@@ -170,11 +178,13 @@ def _parameters(a: Architecture, first: bool, last: bool, dense: int, sparse: in
     return total
 
 
-def layer_elements(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, ...] = ()) -> float:
+def layer_elements(a: Architecture, s: Sizes, kind: Kind, without: tuple[str, ...] = ()) -> float:
     """Return the activation elements per token that a layer keeps on one rank; the modules ``without`` are recomputed."""
     around = 1 / s.tp if s.sequence else 1.0  # share of the activations outside of tensor-parallel regions
     inputs, outputs = 2 * a.hidden * around, 0 if "layernorm" in without else 2 * a.hidden * around
-    if a.latent is not None:
+    if kind.mixer == "delta":
+        kept = _delta(a) / s.tp
+    elif a.latent is not None:
         low = a.latent
         heads = a.heads / s.tp
         kept = 2 * low.q_rank + 2 * (low.kv_rank + low.rope) + heads * low.value
@@ -183,7 +193,17 @@ def layer_elements(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, 
     else:
         kept = (2 * a.q_size + 2 * a.kv_size) / s.tp
         kept += (a.q_size + a.kv_size) / s.tp if a.qk_norm else 0
-    return inputs + outputs + kept + _feed_forward(a, s, sparse, without, around)
+        kept += 2 * a.q_size / s.tp if a.output_gate else 0  # the gate, and the output before it
+    return inputs + outputs + kept + _feed_forward(a, s, kind.sparse, without, around)
+
+
+def _delta(a: Architecture) -> float:
+    """Return the activation elements per token that a gated delta net keeps: input and output of the convolution, queries and keys of
+    every head of values, values, gate, the output before and after the norm and after the gate, and per head decay, its sums and beta
+    (FP32), and a row of the chunk's triangular matrix."""
+    assert a.delta is not None
+    d = a.delta
+    return 2 * (2 * d.keys + d.values) + 2 * d.value_heads * d.key_size + 5 * d.values + d.value_heads * (6 + CHUNK)
 
 
 def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, ...], around: float) -> float:
@@ -198,19 +218,18 @@ def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, .
     return routed + shared + 4 * e.count * around  # scores and weights are FP32
 
 
-def _activations(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sparse: int) -> float:
+def _activations(a: Architecture, s: Sizes, w: Work, number: int, kinds: Layers) -> float:
     """Return the peak activation bytes of one rank."""
     tokens = w.tokens / s.cp
     around = 1 / s.tp if s.sequence else 1.0
     modules = w.recompute_modules if w.recompute == "selective" else ()
-    kinds = [(n, kind) for n, kind in ((sparse, True), (dense, False)) if n]
-    working = max((layer_elements(a, s, kind) for _, kind in kinds), default=0.0)
+    working = max((layer_elements(a, s, kind) for kind, _ in kinds), default=0.0)
     if w.recompute == "full":
         group = max(w.recompute_layers, 1)
         working *= group
-        kept = (dense + sparse) * a.hidden * around / group
+        kept = sum(layers for _, layers in kinds) * a.hidden * around / group
     else:
-        kept = sum(n * layer_elements(a, s, kind, modules) for n, kind in kinds)
+        kept = sum(layers * layer_elements(a, s, kind, modules) for kind, layers in kinds)
     flying = _in_flight(s, w, number)
     elements = flying * kept + (working if w.recompute else working / 2)
     if number == 0:
@@ -220,7 +239,7 @@ def _activations(a: Architecture, s: Sizes, w: Work, number: int, dense: int, sp
         bytes_of += w.width * 3 * a.hidden * tokens
         bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
         if w.mtp:  # the MTP layer, never recomputed as a whole; its inputs and projection; its logits
-            bytes_of += w.width * (layer_elements(a, s, bool(a.sparse) and a.sparse[-1]) + 6 * a.hidden) * tokens
+            bytes_of += w.width * (layer_elements(a, s, a.mtp_kind) + 6 * a.hidden) * tokens
             bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
     return bytes_of
 

@@ -35,6 +35,10 @@ def cuts(a: Architecture, s: Sizes, tile: tuple[int, int]) -> Iterator[str]:
     if a.latent is None and a.head_dim % rows:
         yield f"heads of a multiple of {rows}, not {a.head_dim}"
     widths = [(a.q_size // s.tp, "inputs of attention's output projection", s.tp)] if a.latent is None else []
+    if a.delta is not None:
+        widths.append((a.delta.values // s.tp, "inputs of a gated delta net's output projection", s.tp))
+        if a.delta.value_heads // s.tp % rows:
+            yield f"gated delta nets with a multiple of {rows} heads on a rank, not {a.delta.value_heads // s.tp}"
     if not all(a.sparse):
         widths.append((a.ffn // s.tp, "inner units of a dense layer", s.tp))
     if a.experts is not None:

@@ -13,7 +13,7 @@ def shapes(entry: Entry, a: Architecture) -> dict[str, Shape]:
     layer, _, part = entry.name.rpartition(".mlp.")
     if not layer:
         layer, _, part = entry.name.rpartition(".self_attention.")
-        found = _attention(part, a) if layer else _ends(entry.name, a)
+        found = _mixer(entry, part, a) if layer else _ends(entry.name, a)
     elif part.startswith("router."):
         assert a.experts is not None
         found = ((a.experts.count, a.hidden) if part == "router.weight" else (a.experts.count,),)
@@ -29,10 +29,21 @@ def _ends(name: str, a: Architecture) -> tuple[Shape, ...]:
     return ((a.hidden,),) if name.endswith("layernorm.weight") else ((a.vocab, a.hidden),)
 
 
+def _mixer(entry: Entry, part: str, a: Architecture) -> tuple[Shape, ...]:
+    """Return the shapes of attention, or of a gated delta net."""
+    if a.delta is None or part.split(".")[0] not in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj"):
+        return _attention(part, a)
+    if entry.sections:
+        behind = (1, a.delta.width) if part == "conv1d.weight" else (a.hidden,)
+        return tuple((sum(sizes), *behind) for sizes in entry.sections)
+    heads = (a.delta.value_heads,)
+    return ({"out_norm.weight": (a.delta.value_size,), "out_proj.weight": (a.hidden, a.delta.values)}.get(part, heads),)
+
+
 def _attention(part: str, a: Architecture) -> tuple[Shape, ...]:
     name, _, kind = part.rpartition(".")
     if name == "linear_qkv":
-        sizes = (a.q_size, a.kv_size, a.kv_size)
+        sizes = (a.q_size * (2 if a.output_gate else 1), a.kv_size, a.kv_size)
         return tuple((size, a.hidden) if kind == "weight" else (size,) for size in sizes)
     if part == "linear_proj.bias":
         return ((a.hidden,),)

@@ -171,8 +171,26 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
             ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
             tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
         )  # fmt: skip
+    yield from _delta(s, a)
     yield from _stages(s, a)
     yield from _experts(s, a)
+
+
+def _delta(s: Sizes, a: Architecture) -> Iterator[Misfit]:
+    if a.delta is None or "delta" not in a.mixers:
+        return
+    heads, both = a.delta.key_heads, s.tp * s.cp
+    if heads % both:
+        fit = tuple(n for n in divisors(s.ranks) if not heads % (n * s.cp))
+        others = tuple(("context_parallel_size", n) for n in divisors(s.ranks) if not heads % (n * s.tp))
+        yield Misfit(
+            f"{heads} heads of keys of a gated delta net that divide by tensor x context = {both}",
+            "each rank computes the same number of heads, for all tokens",
+            ("tensor_model_parallel_size", "context_parallel_size"), fit, others,
+        )  # fmt: skip
+    if s.tp > 1 and not s.sequence and a.experts is None:
+        yield Misfit("--sequence-parallel", "Megatron-Core sums the gradient of a gated delta net's norm over tensor-parallel ranks only with it",
+                     ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
 
 
 def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:

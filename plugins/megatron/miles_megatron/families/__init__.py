@@ -1,8 +1,8 @@
 """The model families that ``--trainer megatron`` supports, one module each.
 
 A family's module has two functions. ``read(config) -> Architecture`` parses ``config.json`` without importing torch.
-``layer(architecture, m, h, sparse)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
-Megatron-Core, ``h`` the prefix in the checkpoint, and ``sparse`` whether the layer has experts. To add a family, write such a module and
+``layer(architecture, m, h, kind)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
+Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. To add a family, write such a module and
 add a line to ``FAMILIES``; ``parts`` has the building blocks that families share. ``tests/test_families.py`` then compares names, counts
 and bytes with the model of Transformers.
 
@@ -36,6 +36,9 @@ FAMILIES = {
     "glm4_moe_lite": "glm4_moe_lite",
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
 }
 
 #: ``model_type`` of checkpoints whose modules and entries are those of another family.
@@ -99,14 +102,14 @@ def weights(architecture: Architecture) -> Iterator[Entry]:
     first, last = ends(a)
     yield first
     for i in range(a.layers):
-        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.sparse[i])
+        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.kinds[i])
     yield from last
     for i in range(a.mtp):
         m, h = f"mtp.layers.{i}", f"model.layers.{a.layers + i}"
         for inner, outer in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
             yield Entry(f"{m}.{inner}.weight", (f"{h}.{outer}.weight",))
         yield Entry(f"{m}.eh_proj.weight", (f"{h}.eh_proj.weight",), "plain", 0)
-        yield from layer(a, f"{m}.mtp_model_layer", h, a.sparse[-1])
+        yield from layer(a, f"{m}.mtp_model_layer", h, a.mtp_kind)
 
 
 def _module(family: str) -> Any:

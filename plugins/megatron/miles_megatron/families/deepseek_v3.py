@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_megatron.architecture import Architecture, Experts, Latent, common, dense_first, experts_of
+from miles_megatron.architecture import Architecture, Experts, Kind, Latent, common, dense_first, experts_of
 from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts, mlp, norms, shared
 
 
@@ -54,11 +54,11 @@ def latent_attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
     yield Entry(f"{inner}.linear_proj.weight", (f"{outer}.o_proj.weight",), "plain", 1)
 
 
-def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
     yield from norms(m, h)
     yield from attention(a, m, h) if a.latent is None else latent_attention(a, m, h)
-    if sparse:
+    if kind.sparse:
         yield from experts(a, m, f"{h}.mlp", PROJECTIONS)
         yield from shared(a, m, f"{h}.mlp.shared_experts")
     else:

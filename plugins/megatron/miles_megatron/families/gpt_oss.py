@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.architecture import Architecture, Experts, Kind, common, experts_of
 from miles_megatron.families.parts import Entry, Layout, attention, norms
 
 
@@ -23,7 +23,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
     assert a.experts is not None
     yield from (*norms(m, h), *attention(a, m, h))

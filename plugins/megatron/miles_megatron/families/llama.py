@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_megatron.architecture import Architecture, common
+from miles_megatron.architecture import Architecture, Kind, common
 from miles_megatron.families.parts import Entry, attention, mlp, norms
 
 
@@ -14,6 +14,6 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture(**common(config))
 
 
-def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
     yield from (*norms(m, h), *attention(a, m, h), *mlp(m, h))

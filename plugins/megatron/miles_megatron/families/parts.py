@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_megatron.architecture import Architecture
+from miles_megatron.architecture import Architecture, Kind
 
-Layout = Literal["plain", "vocabulary", "qkv", "gate_up", "stacked", "stacked_gate_up"]
+Layout = Literal["plain", "vocabulary", "qkv", "gate_up", "stacked", "stacked_gate_up", "sections"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Entry:
         layout: how to build the tensor from the checkpoint's; see ``miles_megatron.layout``.
         axis: the dimension that tensor parallelism splits; None if it is replicated.
         expert: index of its expert; None for other tensors.
+        sections: with layout ``sections``, for each tensor of the checkpoint the rows of its sections.
+        groups: number of groups of rows in the checkpoint's tensors; each has a part of every section. 1 without groups.
     """
 
     name: str
@@ -33,6 +35,16 @@ class Entry:
     layout: Layout = "plain"
     axis: int | None = None
     expert: int | None = None
+    sections: tuple[tuple[int, ...], ...] = ()
+    groups: int = 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether this is the weight of a linear layer in a decoder layer, not of an expert's router."""
+        return _MATRIX.search(self.name) is not None
+
+
+_MATRIX = re.compile(r"\.(?:linear_\w+|in_proj|out_proj)\.weight$")
 
 
 def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
@@ -45,15 +57,16 @@ def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
             ".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"
         )
     elif layer:
-        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-    if layer and not sparse_layer(name, int(layer[1]), architecture):
+        first = {"attention": "linear_qkv", "delta": "in_proj"}[_kind(name, int(layer[1]), architecture).mixer]
+        name = name.replace(".input_layernorm.weight", f".self_attention.{first}.layer_norm_weight")
+    if layer and not _kind(name, int(layer[1]), architecture).sparse:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)$", r".experts.\2.\3\1", name)
 
 
-def sparse_layer(name: str, layer: int, architecture: Architecture) -> bool:
-    """Whether the layer of a tensor has experts; an MTP layer is like the last decoder layer."""
-    return bool(architecture.sparse) and architecture.sparse[-1 if name.startswith("mtp.") else layer]
+def _kind(name: str, layer: int, architecture: Architecture) -> Kind:
+    """Return the kind of the layer of a tensor."""
+    return architecture.mtp_kind if name.startswith("mtp.") else architecture.kinds[layer]
 
 
 def ends(a: Architecture) -> tuple[Entry, list[Entry]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.architecture import Architecture, Experts, Kind, common, experts_of
 from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts, mlp, norms, shared
 
 
@@ -32,10 +32,14 @@ def with_experts(a: Architecture, config: Mapping[str, Any], **more: Any) -> Arc
     )
 
 
-def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
-    yield from (*norms(m, h), *attention(a, m, h))
-    if not sparse:
+    yield from (*norms(m, h), *attention(a, m, h), *feed_forward(a, m, h, kind))
+
+
+def feed_forward(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
+    """Yield the entries of a dense layer's MLP, or of router, experts and shared expert."""
+    if not kind.sparse:
         yield from mlp(m, h)
         return
     yield from experts(a, m, f"{h}.mlp", PROJECTIONS)

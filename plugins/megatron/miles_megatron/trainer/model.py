@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 from torch.nn.functional import silu
 
 from miles_core.plugin import ConfigError
-from miles_megatron.architecture import Architecture
+from miles_megatron.architecture import Architecture, Mixer
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
+from miles_megatron.trainer.delta import delta_spec
 from miles_megatron.trainer.latent import set_norm_epsilon, sum_rotary_gradients
-from miles_megatron.trainer.norm import WholeNorm
+from miles_megatron.trainer.norm import CentredNorm, WholeNorm
 
 #: Option that makes TransformerEngine's layers accumulate weight gradients in place. It is not passed to Megatron-Core, whose own layers
 #: would need APEX for it.
@@ -58,7 +64,9 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "kv_channels": a.head_dim,
         "layernorm_epsilon": a.epsilon,
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": a.centred,
         "qk_layernorm": bool(a.qk_norm or a.latent),
+        "attention_output_gate": a.output_gate,
         "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
         "gated_linear_unit": True,
@@ -79,6 +87,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_parallelism(s),
         **_experts(a, engine),
         **_latent(a),
+        **_delta(a),
         **_windows(a),
         **_fusions(a, engine),
         **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
@@ -215,17 +224,54 @@ def _latent(a: Architecture) -> dict[str, Any]:
     return found
 
 
+def _delta(a: Architecture) -> dict[str, Any]:
+    d = a.delta
+    if d is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(mixer == "delta") for mixer in a.mixers],
+        "linear_conv_kernel_dim": d.width,
+        "linear_key_head_dim": d.key_size,
+        "linear_value_head_dim": d.value_size,
+        "linear_num_key_heads": d.key_heads,
+        "linear_num_value_heads": d.value_heads,
+    }
+
+
 def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) -> Any:
     """Return Megatron-Core's specification of the layers of a chunk. stage: its virtual pipeline stage, or None."""
     engine = has_transformer_engine()
-    spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
+    attending = copy.copy(config)  # Megatron-Core's own specification of delta nets exists for TransformerEngine only
+    attending.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(attending, engine, normalization="RMSNorm", vp_stage=stage)
     for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
         if not engine:
             attention.core_attention = PackedAttention
         if a.qk_norm == "whole":
             attention.q_layernorm = partial(WholeNorm, a.heads)
             attention.k_layernorm = partial(WholeNorm, a.kv_heads)
+        elif a.centred and not engine:
+            attention.q_layernorm = attention.k_layernorm = CentredNorm
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    spec.layer_specs = [_mixed(a, layer, a.kinds[first + i].mixer) for i, layer in enumerate(spec.layer_specs)]
+    if a.centred and not engine:
+        spec.layer_norm = CentredNorm
     return spec
+
+
+def _mixed(a: Architecture, layer: Any, mixer: Mixer) -> Any:
+    """Return the specification of a layer with this mixer and the model's norms. layer: specification of one that attends."""
+    changes: dict[str, Any] = {}
+    engine = has_transformer_engine()
+    if mixer == "delta":
+        changes["self_attention"] = delta_spec(layer.submodules.self_attention, TENorm if engine else WrappedTorchNorm)
+    if mixer != "attention":  # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
+        names = layer.submodules.sharded_state_dict_keys_map
+        changes["sharded_state_dict_keys_map"] = {k: v.replace("linear_qkv.", "in_proj.") for k, v in names.items()}
+    if a.centred and not engine:
+        changes |= {"input_layernorm": CentredNorm, "pre_mlp_layernorm": CentredNorm}
+    return replace(layer, submodules=replace(layer.submodules, **changes)) if changes else layer
 
 
 def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: int) -> list[nn.Module]:

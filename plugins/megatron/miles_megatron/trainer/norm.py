@@ -1,4 +1,4 @@
-"""A norm over all heads of queries or keys; Megatron-Core supports only norms over single heads."""
+"""Norms that Megatron-Core lacks: over all heads of queries or keys, and with 1 + weight in its local modules."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ class WholeNorm(MegatronModule):
         """Return the state for Megatron-Core's checkpoints; weights are sharded along the heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class CentredNorm(MegatronModule):
+    """RMSNorm that multiplies by 1 + weight, for Megatron-Core's local modules; TransformerEngine's norms have an option for it.
+
+    Args:
+        config: Megatron-Core's configuration.
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(config=config)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., hidden_size]."""
+        found = x.float()
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight.float())
+        return found.to(x.dtype)
 
 
 class _Everywhere(torch.autograd.Function):

@@ -65,7 +65,7 @@ class TrainedFormat:
             held = weights.held[entry.name]
             if held.dim() != 2:
                 continue
-            if self._inside and ".linear_" in entry.name and not _is_quantised(entry, codec, shapes):
+            if self._inside and entry.is_matrix and not _is_quantised(entry, codec, shapes):
                 raise ConfigError(
                     f"{entry.checkpoint[0]} would stay in BF16 in the engine, but TransformerEngine computes every linear layer in "
                     f"{format.name}: leave {format.skip_origin} out, or train with --trainer embedded"
@@ -155,6 +155,12 @@ def misfit(entry: Entry, a: Architecture, shape: tuple[int, ...], cut: bool, til
     rows, columns = tile
     if entry.layout == "qkv" and a.head_dim % rows:
         return f"it interleaves heads of {a.head_dim} rows from several projections, and a tile has {rows} rows"
+    if entry.layout == "sections":
+        pieces = max(sum(map(sum, entry.sections)) // shape[0], entry.groups)
+        parts = sorted({size // pieces for sizes in entry.sections for size in sizes})
+        if any(size % rows for size in parts):
+            return f"it joins parts of {', '.join(map(str, parts))} rows, which do not divide into tiles of {rows}"
+        return None
     joint = shape[0] // 2 if entry.layout == "gate_up" else shape[0]
     if (entry.layout == "gate_up" or (cut and entry.axis == 0)) and joint % rows:
         return (
