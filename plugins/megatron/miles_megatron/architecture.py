@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from miles_megatron.config_keys import layer_windows
 
-
-#: What mixes the tokens of a layer: attention, or a gated delta net.
-Mixer = Literal["attention", "delta"]
+#: What mixes the tokens of a layer: attention, a gated delta net, Mamba-2, or nothing.
+Mixer = Literal["attention", "delta", "mamba", "none"]
 
 
 class Kind(NamedTuple):
@@ -24,10 +23,12 @@ class Kind(NamedTuple):
     Attributes:
         mixer: what mixes its tokens.
         sparse: whether it has experts.
+        feed: whether it has a feed-forward part.
     """
 
     mixer: Mixer = "attention"
     sparse: bool = False
+    feed: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,42 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 (arXiv 2405.21060, section 7).
+
+    Attributes:
+        heads, head_size: number and size of the heads.
+        groups: number of groups of heads; the heads of a group share B and C, and the norm of the output is over a group.
+        state: elements of B and of C, and of the state per element of a head.
+        width: tokens that the convolution over x, B and C reads.
+        chunk: tokens of a chunk of the scan.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state: int
+    width: int
+    chunk: int
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def shared(self) -> int:
+        """Elements of B of all groups, and of C."""
+        return self.groups * self.state
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding.
 
     Attributes:
         base: theta.
-        share: fraction of a head's dimensions that is rotated.
+        share: fraction of a head's dimensions that is rotated; 0 without position embedding.
         scaling: ``rope_scaling`` of the checkpoint; empty without scaling.
     """
 
@@ -139,9 +170,11 @@ class Architecture:
         sinks: attention has one learned extra logit (sink) per head.
         output_gate: the query projection also yields a gate, whose sigmoid multiplies the output of attention.
         centred: norms multiply by 1 + weight.
+        gated: MLPs and experts multiply their activation, SiLU, by a second projection; otherwise the activation is the squared ReLU.
         sparse: for each layer, whether it has experts.
         mixers: for each layer, what mixes its tokens; empty if all layers attend.
-        delta: the gated delta nets.
+        feeds: for each layer, whether it has a feed-forward part; empty if all layers have one.
+        delta, mamba: the gated delta nets, and the Mamba-2 mixers.
         mtp: number of MTP layers after the decoder; they have experts if the last decoder layer has.
         epsilon: epsilon of the norms.
         rotary: position embedding.
@@ -164,9 +197,12 @@ class Architecture:
     sinks: bool = False
     output_gate: bool = False
     centred: bool = False
+    gated: bool = True
     sparse: tuple[bool, ...] = ()
     mixers: tuple[Mixer, ...] = ()
+    feeds: tuple[bool, ...] = ()
     delta: Delta | None = None
+    mamba: Mamba | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     mtp: int = 0
@@ -178,7 +214,7 @@ class Architecture:
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each decoder layer."""
         mixers = self.mixers or ("attention",) * len(self.sparse)
-        return tuple(map(Kind, mixers, self.sparse))
+        return tuple(map(Kind, mixers, self.sparse, self.feeds or (True,) * len(self.sparse)))
 
     @property
     def mtp_kind(self) -> Kind:

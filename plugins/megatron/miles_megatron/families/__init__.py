@@ -2,9 +2,9 @@
 
 A family's module has two functions. ``read(config) -> Architecture`` parses ``config.json`` without importing torch.
 ``layer(architecture, m, h, kind)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
-Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. To add a family, write such a module and
-add a line to ``FAMILIES``; ``parts`` has the building blocks that families share. ``tests/test_families.py`` then compares names, counts
-and bytes with the model of Transformers.
+Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. ``NAMES`` lists other names outside of layers than
+Llama's. To add a family, write such a module and add a line to ``FAMILIES``; ``parts`` has the building blocks that families share.
+``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
 
 Checkpoints store an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer ``num_hidden_layers``: a layer like the last
 one, with an additional projection and three norms. Some checkpoints also store copies of the embedding and the output layer there, which
@@ -20,7 +20,7 @@ from typing import Any
 from miles_core.plugin import CheckpointError
 from miles_megatron.architecture import Architecture
 from miles_megatron.config_keys import find_foreign
-from miles_megatron.families.parts import Entry, ends
+from miles_megatron.families.parts import Entry, Names, ends
 
 #: ``model_type`` of a checkpoint -> module of this package.
 FAMILIES = {
@@ -35,6 +35,8 @@ FAMILIES = {
     "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite",
     "minimax_m2": "minimax_m2",
+    "nemotron_h": "nemotron_h",
+    "bamba": "bamba",
     "gpt_oss": "gpt_oss",
     "qwen3_next": "qwen3_next",
     "qwen3_5_text": "qwen3_5",
@@ -98,14 +100,15 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 def weights(architecture: Architecture) -> Iterator[Entry]:
     """Yield every tensor of the model in export order: embedding, layers, final norm, output layer, MTP layers."""
-    a, layer = architecture, _module(architecture.family).layer
-    first, last = ends(a)
+    a, module = architecture, _module(architecture.family)
+    layer, names = module.layer, getattr(module, "NAMES", Names())
+    first, last = ends(a, names)
     yield first
     for i in range(a.layers):
-        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.kinds[i])
+        yield from layer(a, f"decoder.layers.{i}", f"{names.layers}.{i}", a.kinds[i])
     yield from last
     for i in range(a.mtp):
-        m, h = f"mtp.layers.{i}", f"model.layers.{a.layers + i}"
+        m, h = f"mtp.layers.{i}", f"{names.layers}.{a.layers + i}"
         for inner, outer in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
             yield Entry(f"{m}.{inner}.weight", (f"{h}.{outer}.weight",))
         yield Entry(f"{m}.eh_proj.weight", (f"{h}.eh_proj.weight",), "plain", 0)
