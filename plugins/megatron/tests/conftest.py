@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_embedded.testing.families import FAMILIES as HYBRIDS
+from miles_embedded.testing.families import FAMILIES as MORE
 from miles_megatron.families import FAMILIES
 from miles_testing import tiny_checkpoint
 from miles_testing.tiny import random_checkpoint
@@ -20,9 +20,12 @@ LIKE = {
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "deepseek_v3", {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}),
 }
-#: Families of ``miles_embedded.testing`` whose layers differ, and changes of their configuration. Transformers clamps time steps at the second
-#: entry, which the published models do not.
-HYBRID = {"bamba": {}, "nemotron_h": {"time_step_min": 1e-12}}
+#: Families with gated delta nets.
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+#: Further families of ``miles_embedded.testing``, and changes of their configuration. Transformers clamps Nemotron-H's time steps, which the
+#: published model does not.
+OTHER = {"bamba": {}, "nemotron_h": {"time_step_min": 1e-12}}
 
 
 def pytest_generate_tests(metafunc):
@@ -32,14 +35,22 @@ def pytest_generate_tests(metafunc):
 
 
 def make_checkpoint(family, directory, **changes):
-    """A random model of a family, as ``tiny_checkpoint`` makes them."""
-    import transformers
-
+    """A random model of a family, as ``tiny_checkpoint`` makes them; with random norms where layers have a state."""
     if family in HYBRID:
-        name, values = HYBRIDS[family]
-        return random_checkpoint(getattr(transformers, name)(**{**values, **HYBRID[family], **changes}), directory)
+        import transformers
+
+        name, values = MORE[family]
+        config = getattr(transformers, name)(**{**values, **changes})
+        return random_checkpoint(config, directory, biases=0.2)
+    if family in OTHER:
+        import transformers
+
+        name, values = MORE[family]
+        config = getattr(transformers, name)(**{**values, **OTHER[family], **changes})
+        return random_checkpoint(config, directory, biases=0.1)
     if family not in LIKE:
         return tiny_checkpoint(family, directory, **changes)
+    import transformers
 
     from miles_testing.tiny import FAMILIES as known
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_megatron import count, families
+from miles_megatron.architecture import Kind
 from miles_megatron.memory import CHANNELS, CONTEXT, Work, fits, layer_elements, memory, peak
 from miles_megatron.sizes import Sizes
 
@@ -53,22 +54,22 @@ def test_stages_hold_their_layers_and_ends():
 def test_a_layer_s_activations():
     h, q, kv, f = 4096, 4096, 1024, 14336
     # two norms' inputs and outputs; queries, keys, values, output; gate, up, their product
-    assert layer_elements(LLAMA, Sizes(), False) == 4 * h + 2 * q + 2 * kv + 3 * f
-    split = layer_elements(LLAMA, Sizes(ranks=2, tp=2, etp=2, sequence=True), False)
-    assert split == layer_elements(LLAMA, Sizes(), False) / 2
+    assert layer_elements(LLAMA, Sizes(), Kind()) == 4 * h + 2 * q + 2 * kv + 3 * f
+    split = layer_elements(LLAMA, Sizes(ranks=2, tp=2, etp=2, sequence=True), Kind())
+    assert split == layer_elements(LLAMA, Sizes(), Kind()) / 2
 
 
 def test_earlier_stages_hold_more_micro_batches():
     stages = memory(LLAMA, Sizes(ranks=4, pp=4), Work(tokens=1000, micro_batches=8))
-    per = 2 * 1000 * (8 * layer_elements(LLAMA, Sizes(), False))
+    per = 2 * 1000 * (8 * layer_elements(LLAMA, Sizes(), Kind()))
     assert stages[1].activations - stages[2].activations == pytest.approx(per)
 
 
 def test_recomputation_keeps_a_layer_s_input():
     work = Work(tokens=1000, micro_batches=1, recompute="full")
     plain, saving = (memory(LLAMA, Sizes(), w)[0].activations for w in (Work(1000, 1), work))
-    kept = 2 * 1000 * (32 * LLAMA.hidden + layer_elements(LLAMA, Sizes(), False))
-    others = plain - 2 * 1000 * 32.5 * layer_elements(LLAMA, Sizes(), False)
+    kept = 2 * 1000 * (32 * LLAMA.hidden + layer_elements(LLAMA, Sizes(), Kind()))
+    others = plain - 2 * 1000 * 32.5 * layer_elements(LLAMA, Sizes(), Kind())
     assert saving == pytest.approx(kept + others)
 
 
@@ -80,7 +81,7 @@ def test_an_mtp_layer_is_on_the_last_stage_with_a_copy_of_the_embedding():
     more = {name: vars(trained[3])[name] - vars(without[3])[name] for name in vars(trained[3])}
     assert more["weights"] == 2 * (layer + table)
     assert (more["gradients"], more["optimiser"]) == (4 * layer, 12 * layer)
-    assert more["activations"] > 2 * 1000 * layer_elements(DEEPSEEK, Sizes(), True)
+    assert more["activations"] > 2 * 1000 * layer_elements(DEEPSEEK, Sizes(), Kind(sparse=True))
     assert memory(DEEPSEEK, Sizes(), replace(plain, mtp=True))[0].weights == 2 * count.model(DEEPSEEK, 1).total
 
 
