@@ -78,7 +78,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, starts: Tensor) -> Tensor:
 
 
 def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, starts: Tensor, chunk: int) -> Tensor:
-    """Scan packed samples, chunk by chunk; a chunk may contain the ends and the beginnings of several samples.
+    """Scan packed samples one after another, chunk by chunk.
 
     Args:
         x: [tokens, heads, head size], multiplied by the steps.
@@ -90,24 +90,20 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, starts: Tensor, chunk: 
     Returns:
         [tokens, heads, head size].
     """
-    state = x.new_zeros(x.shape[1], x.shape[2], b.shape[2])
+    empty = x.new_zeros(x.shape[1], x.shape[2], b.shape[2])
     found = []
-    for first in range(0, len(x), chunk):
-        part = slice(first, first + chunk)
-        sums = decay[part].cumsum(0).T  # [heads, tokens of the chunk]
-        begin = starts[part]
-        same = torch.ones(len(begin), len(begin), dtype=torch.bool, device=x.device).tril() & (begin[:, None] == begin)
-        decays = (sums[:, :, None] - sums[:, None, :]).masked_fill(~same, -torch.inf).exp()
-        scores = torch.einsum("ihn,jhn->hij", c[part], b[part]) * decays
-        own = torch.einsum("hij,jhp->ihp", scores, x[part])
-        # the state before the chunk is that of the sample that its first token continues
-        goes_on = begin < first
-        reading = (sums.exp() * goes_on).T[..., None] * c[part]
-        found.append(own + torch.einsum("ihn,hpn->ihp", reading, state))
-        written = decays[:, -1].T[..., None] * b[part]
-        state = (
-            torch.einsum("jhp,jhn->hpn", x[part], written) + (sums[:, -1].exp() * goes_on[-1])[:, None, None] * state
-        )
+    for first in starts.unique().tolist():
+        state, last = empty, first + int((starts == first).sum())
+        for at in range(first, last, chunk):
+            part = slice(at, min(at + chunk, last))
+            sums = decay[part].cumsum(0).T  # [heads, tokens of the chunk]
+            above = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            decays = (sums[:, :, None] - sums[:, None, :]).masked_fill(above, -torch.inf).exp()
+            scores = torch.einsum("ihn,jhn->hij", c[part], b[part]) * decays
+            own = torch.einsum("hij,jhp->ihp", scores, x[part])
+            found.append(own + torch.einsum("ihn,hpn->ihp", sums.exp().T[..., None] * c[part], state))
+            written = decays[:, -1].T[..., None] * b[part]
+            state = sums[:, -1].exp()[:, None, None] * state + torch.einsum("jhp,jhn->hpn", x[part], written)
     return torch.cat(found)
 
 
