@@ -201,7 +201,11 @@ def _check_packages(result: CheckResult, plugin: Plugin) -> None:
         fact = result.facts.get(f"{PACKAGE}.{package.name}") or package_fact(package, elsewhere=False)
         if fact.value == ASSUMED:
             result.consulted.add(fact.name)
-            result.advice.append(f"{plugin.name} needs {needs} where the run starts: {package.install}")
+            verb = "uses" if package.without else "needs"
+            result.advice.append(f"{plugin.name} {verb} {needs} where the run starts: {package.install}")
+        elif package.without and fact.value in (None, "none"):
+            result.consulted.add(fact.name)
+            result.advice.append(f"{plugin.name}: without {needs} {package.without}; {package.install}")
         elif not package.fits(fact.value):
             problem = Problem(plugin.name, needs, package.install, (describe_fact(fact),))
             result.problems.append(problem)

@@ -80,12 +80,14 @@ class Package:
         versions: supported versions, e.g. ``">=2.50"``; empty is any.
         when: condition under which the package is needed; empty is always.
         install: how to install the package, and the alternatives.
+        without: what the run does without the package; if set, the package is optional, and its absence is a note and no problem.
     """
 
     name: str
     versions: str = ""
     when: str = ""
     install: str = ""
+    without: str = ""
 
     def fits(self, version: object) -> bool:
         """Whether the plugin supports an installed version; False for ``"none"``."""

@@ -26,9 +26,14 @@ def brought(plugin, **machine):
     return {r.name: r.specifier for r in wanted}
 
 
+def _needed(plugin):
+    """Names and versions of the packages without which a plugin runs no model."""
+    return [(p.name, p.versions) for p in plugin.packages if not p.without and "model.type" not in p.when]
+
+
 def test_the_plugins_of_engines_bring_the_versions_they_are_tested_with():
     assert brought("sglang") == {"sglang": SpecifierSet(installed.TESTED)}
-    versions = {name: SpecifierSet(version) for name, version in ((p.name, p.versions) for p in megatron.packages)}
+    versions = {name: SpecifierSet(version) for name, version in _needed(megatron)}
     assert brought("megatron") == versions
     [engine] = [r for r in requirements(ROOT / "plugins" / "megatron") if r.name == megatron.packages[1].name]
     assert engine.extras == {"pytorch"}  # without it TransformerEngine has no modules

@@ -17,6 +17,7 @@ from miles_lora import LoraOptions
 from miles_lora.hooks import merge
 from miles_lora.sharded import ShardedAdapters
 from miles_testing import Setup, tiny_checkpoint, toy_run
+from miles_testing.tiny import random_checkpoint
 from miles_testing.yardstick import make_batch, weighted
 
 pytest.importorskip("peft")
@@ -172,3 +173,43 @@ def test_runs_save_resume_and_export_adapters(tmp_path):
     assert again.metrics[-1]["train/loss"] == done.metrics[-1]["train/loss"]
     start = toy_run(["megatron", "lora"], steps=1, **options | {"lr": 0.0}, lora_adapter=policy / "plugins" / "lora")
     assert start.metrics[-1]["train/lora_delta_norm"] == pytest.approx(done.metrics[-1]["train/lora_delta_norm"])
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A model with gated delta nets, whose first projection joins two matrices by groups of rows, and a gated shared expert."""
+    from miles_embedded.testing.families import FAMILIES
+
+    import transformers
+
+    name, values = FAMILIES["qwen3_next"]
+    config = getattr(transformers, name)(**values, rms_norm_eps=1e-2)
+    return random_checkpoint(config, tmp_path_factory.mktemp("hybrid") / "model")
+
+
+def test_projections_of_delta_nets_are_adapted_as_in_the_embedded_trainer(ranks, hybrid, tmp_path):
+    found = train(hybrid, tmp_path / "saved")
+    test_one_rank_trains_what_the_embedded_trainer_trains(hybrid, (found, tmp_path / "saved"))
+    assert {name.split(".linear_attn.")[-1] for name in found[0] if "linear_attn" in name} == {
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "out_proj.weight",
+    }
+    for sizes in ({"tp": 2, "sequence": True}, {"cp": 2}):
+        for (mine, units, _, norms, _), loaded in ranks.run(train_with, hybrid, tmp_path / str(len(sizes)), sizes):
+            assert norms == pytest.approx(found[3], rel=1e-5)
+            close(mine, found[0], 1e-5)
+            close(loaded[0], mine, 0)
+            for name, tensor in found[1].items():
+                torch.testing.assert_close(units[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_a_run_adapts_delta_nets_and_continues_as_if_it_had_not_stopped(hybrid, tmp_path):
+    options = {"trainer": "megatron", "hf_checkpoint": hybrid, "lr": 1e-2, "dtype": "float32", "verify_logprobs": True}
+    options |= {"lora_target_modules": "all-linear,all-experts"}
+    whole = toy_run(["lora", "r3"], steps=3, **options)
+    assert all(record["verify/abs_log_prob"] < 1e-4 for record in whole.metrics)
+    toy_run(["lora", "r3"], tmp_path / "parts", steps=2, **options)
+    again = toy_run(["lora", "r3"], None, steps=3, load=tmp_path / "parts", save=None, **options)
+    for name in ("train/loss", "train/grad_norm", "train/lora_delta_norm"):
+        assert again.metrics[-1][name] == whole.metrics[-1][name]

@@ -56,6 +56,7 @@ _READ: dict[str, tuple[str, ...]] = {
         "hybrid_override_pattern",
         "attention_head_dim",
         "layer_norm_epsilon",
+        "norm_eps",
         "mamba_num_heads",
         "mamba_head_dim",
         "mamba_ssm_cache_dtype",
@@ -120,7 +121,6 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "time_step_limit": _UNLIMITED,
         "sliding_window": (None,),
         "moe_latent_size": (None,),
-        "num_nextn_predict_layers": (0,),
     },
     "bamba": {
         "mamba_n_groups": (1,),

@@ -9,6 +9,7 @@ from typing import Any
 from miles_core.plugin import CheckpointError
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
+from miles_megatron.families.parts import MTP_PREFIX
 from miles_megatron.shapes import shapes
 
 #: Tensors in checkpoints that are derived from ``config.json``.
@@ -70,6 +71,7 @@ def _ignored(name: str, a: Architecture) -> bool:
     layer = _LAYER.search(name)
     return (
         bool(layer and int(layer[1]) >= a.layers)
+        or name.startswith(MTP_PREFIX)
         or (a.tied and name == "lm_head.weight")
         or bool(_DERIVED.search(name))
     )

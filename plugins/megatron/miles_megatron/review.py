@@ -24,15 +24,34 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         values = (describe_fact(facts.lookup("model.type")),)
         return Review(problems=(Problem("megatron", "a supported model family", str(error), values),))
     problems = tuple(Problem("megatron", "a model that it can build", why) for why in find_unsupported(a))
+    problems += (*_delta(facts, a), *_mtp(facts, a))
     s = sizes_of(facts)
     problems += tuple(_misfit(facts, s, found) for found in misfits(s, a))
     if any(misfits(s, a)):
         return Review(problems=problems)
     problems += (*_format(facts, a, s), *_local(facts, a, s))
     note: tuple[str, ...] = ()
-    if untrained := a.mtp - bool(facts.value(MTP)):
+    layers = a.mtp if not a.mixers else int(facts.value("model.mtp_layers") or 0)
+    if untrained := layers - bool(facts.value(MTP)):
         note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
     return Review(note, problems)
+
+
+def _delta(facts: Facts, a: Architecture) -> Iterator[Problem]:
+    """Report options that Megatron-Core does not support for gated delta nets."""
+    if a.delta is None:
+        return
+    if facts.value("megatron.deterministic_mode"):
+        why = "Megatron-Core's gated delta nets compute packed samples only without it"
+        values = (describe_fact(facts.lookup("megatron.deterministic_mode")),)
+        yield Problem("megatron", "--no-deterministic-mode", why, values, choices=("megatron.deterministic_mode",))
+
+
+def _mtp(facts: Facts, a: Architecture) -> Iterator[Problem]:
+    """Report training of MTP layers that this trainer only copies."""
+    if a.mixers and facts.value(MTP):
+        why = f"a {a.family} checkpoint stores its MTP layers outside of the decoder, in a form that this trainer does not train"
+        yield Problem("megatron", "no training of MTP layers", why, (describe_fact(facts.lookup("model.mtp_layers")),))
 
 
 def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_embedded.testing.families import FAMILIES as MORE
-from miles_megatron.families import FAMILIES
+from miles_megatron.families import FAMILIES, HYBRID
 from miles_testing import tiny_checkpoint
 from miles_testing.tiny import random_checkpoint
 
@@ -20,9 +20,6 @@ LIKE = {
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "deepseek_v3", {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}),
 }
-#: Families with gated delta nets.
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-
 #: Further families of ``miles_embedded.testing``, and changes of their configuration. Transformers clamps Nemotron-H's time steps, which the
 #: published model does not.
 OTHER = {"bamba": {}, "nemotron_h": {"time_step_min": 1e-12}}
@@ -30,7 +27,7 @@ OTHER = {"bamba": {}, "nemotron_h": {"time_step_min": 1e-12}}
 
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
-    if "family" in metafunc.fixturenames:
+    if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):
         metafunc.parametrize("family", FAMILIES)
 
 
@@ -40,7 +37,8 @@ def make_checkpoint(family, directory, **changes):
         import transformers
 
         name, values = MORE[family]
-        config = getattr(transformers, name)(**{**values, **changes})
+        # the norm of a delta net's output, which is 0 where a query meets no similar key, would amplify rounding
+        config = getattr(transformers, name)(**{**values, "rms_norm_eps": 1e-2, **changes})
         return random_checkpoint(config, directory, biases=0.2)
     if family in OTHER:
         import transformers

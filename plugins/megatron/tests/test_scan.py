@@ -57,7 +57,7 @@ def test_packed_samples_are_computed_as_the_recurrence_computes_each(chunk):
 
 
 def test_strong_decays_neither_overflow_nor_lose_gradients():
-    inputs, bounds, samples = make_inputs([20])
+    inputs, _, samples = make_inputs([20])
     inputs[4] = torch.full((HEADS,), -80.0, requires_grad=True)
     found = convolve_and_scan(*inputs, chunk_size=CHUNK, headdim=SIZE, ngroups=GROUPS, seq_idx=samples)
     torch.testing.assert_close(found[0].double(), recur(inputs[0][0], *inputs[1:]), rtol=1e-5, atol=1e-5)

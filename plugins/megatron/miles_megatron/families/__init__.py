@@ -43,6 +43,12 @@ FAMILIES = {
     "qwen3_5_moe_text": "qwen3_5",
 }
 
+#: Families with gated delta nets.
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+#: Families with Mamba-2 mixers.
+MAMBA = ("nemotron_h", "bamba")
+
 #: ``model_type`` of checkpoints whose modules and entries are those of another family.
 SAME = {"kimi_k2": "deepseek_v3"}
 

@@ -15,6 +15,9 @@ from miles_megatron.architecture import Architecture, Kind
 
 Layout = Literal["plain", "vocabulary", "qkv", "gate_up", "stacked", "stacked_gate_up", "sections"]
 
+#: Name prefix of MTP layers that a checkpoint stores outside of the decoder (Qwen3-Next, Qwen3.5). They are not trained.
+MTP_PREFIX = "mtp."
+
 
 @dataclass(frozen=True)
 class Entry:

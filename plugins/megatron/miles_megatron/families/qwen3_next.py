@@ -45,11 +45,11 @@ def hybrid(config: Mapping[str, Any]) -> Architecture:
     )
     layers = config["num_hidden_layers"]
     every = config.get("full_attention_interval") or _INTERVAL
-    listed = layer_kinds(config) or [
-        "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-    ]
+    listed = layer_kinds(config) or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     if unknown := sorted({*listed} - {*_MIXERS}):
-        raise CheckpointError(f"layer_types of config.json has {unknown[0]}, and --trainer megatron has {', '.join(_MIXERS)}")
+        raise CheckpointError(
+            f"layer_types of config.json has {unknown[0]}, and --trainer megatron has {', '.join(_MIXERS)}"
+        )
     if len(listed) != layers:
         raise CheckpointError(f"config.json lists {len(listed)} layer_types, and num_hidden_layers is {layers}")
     return Architecture(

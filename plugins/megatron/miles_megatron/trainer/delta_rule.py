@@ -14,6 +14,7 @@ With c_i the sum of the decays up to token i of a chunk, K, V, Q its rows and S 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def delta_rule(
     tokens, size = _chunks(cu_seqlens.tolist())
     rows, chunk = tokens.to(query.device), tokens.shape[1]
 
-    def table(x: Tensor) -> Tensor:  # [chunks, heads, tokens of a chunk, ...]; rows of padding are 0 and change no state
+    def table(
+        x: Tensor,
+    ) -> Tensor:  # [chunks, heads, tokens of a chunk, ...]; rows of padding are 0 and change no state
         padded = pad(x[0].float(), (0, 0) * (x.dim() - 2) + (0, 1))
         return padded[rows].transpose(1, 2)
 
@@ -107,7 +110,7 @@ def _chunks(bounds: list[int]) -> tuple[Tensor, list[int]]:
     Returns:
         [chunks, tokens of a chunk] index of each token, or the number of tokens for padding; and the numbers of first, second, ... chunks.
     """
-    samples = sorted(zip(bounds, bounds[1:], strict=False), key=lambda pair: pair[0] - pair[1])
+    samples = sorted(itertools.pairwise(bounds), key=lambda pair: pair[0] - pair[1])
     chunk = min(_CHUNK, max(samples[0][1] - samples[0][0], 1))
     rows, size, total = [], [], bounds[-1]
     for offset in range(0, max(samples[0][1] - samples[0][0], 1), chunk):

@@ -144,7 +144,8 @@ def find_matrices(weights: Weights, chunk: nn.Module) -> Iterator[Matrix]:
     shapes = weights.checkpoint_shapes()
     for entry in weights.entries:
         held = weights.held.get(entry.name)
-        if held is None or held.dim() != 2 or not entry.is_matrix or entry.layout.startswith("stacked"):
+        gate = entry.name.endswith(".shared_experts.gate_weight")  # a linear layer in Transformers
+        if held is None or held.dim() != 2 or not (entry.is_matrix or gate) or entry.layout.startswith("stacked"):
             continue
         if id(held) in places:  # not in another chunk
             yield Matrix(weights, entry, shapes, *places[id(held)])

@@ -18,7 +18,7 @@ from miles_core.plugin import CheckpointError
 from miles_core.trainer import CheckpointFiles
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
-from miles_megatron.families.parts import Entry, transformer_engine_name
+from miles_megatron.families.parts import MTP_PREFIX, Entry, transformer_engine_name
 from miles_megatron.layout import join, shard
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.model import has_transformer_engine, layer_numbers
@@ -93,7 +93,8 @@ class Weights:
         """Yield the checkpoint's tensors of untrained MTP layers, unchanged."""
         assert self.source is not None
         files = CheckpointFiles(self.source)
-        yield from ((name, files.read(name)) for name in self._others if name in files.entries)
+        others = [*self._others, *(name for name in files.entries if name.startswith(MTP_PREFIX))]
+        yield from ((name, files.read(name)) for name in others if name in files.entries)
 
     def copies(self) -> dict[str, list[str]]:
         """Return name of the embedding or output layer -> names of its copies in the checkpoint's MTP layers."""
