@@ -117,11 +117,15 @@ class Rotary:
         base: theta.
         share: fraction of a head's dimensions that is rotated; 0 without position embedding.
         scaling: ``rope_scaling`` of the checkpoint; empty without scaling.
+        interleaved: pairs of dimensions that rotate together are neighbours, and not half a head apart.
+        skipped: for each layer, whether it has no position embedding; empty if every layer has one.
     """
 
     base: float = 10000.0
     share: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    interleaved: bool = False
+    skipped: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ _READ: dict[str, tuple[str, ...]] = {
     "glm4_moe_lite": (*_LATENT, *_GROUPED, "pretraining_tp", "mlp_layer_types"),
     "minimax_m2": ("rotary_dim", "router_jitter_noise"),
     "gpt_oss": ("sliding_window", "layer_types"),
+    "seed_oss": ("attention_bias", "pretraining_tp"),
+    "smollm3": ("no_rope_layers", "no_rope_layer_interval", "layer_types", "pretraining_tp"),
+    "olmoe": ("norm_topk_prob",),
     "nemotron_h": (
         *_GROUPED,
         "layers_block_type",
@@ -111,6 +114,10 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),
     },
+    "seed_oss": {"attention_out_bias": (False,)},
+    "smollm3": {"use_sliding_window": (False,), "sliding_window": (None,)},
+    "ernie4_5": {"use_bias": (False,)},
+    "olmoe": {"clip_qkv": (None,)},
     "nemotron_h": {
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": ("silu",),

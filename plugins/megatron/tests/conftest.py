@@ -22,7 +22,14 @@ LIKE = {
 }
 #: Further families of ``miles_embedded.testing``, and changes of their configuration. Transformers clamps Nemotron-H's time steps, which the
 #: published model does not.
-OTHER = {"bamba": {}, "nemotron_h": {"time_step_min": 1e-12}}
+OTHER = {
+    "bamba": {},
+    "nemotron_h": {"time_step_min": 1e-12},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "ernie4_5": {},
+    "olmoe": {},
+}
 
 
 def pytest_generate_tests(metafunc):

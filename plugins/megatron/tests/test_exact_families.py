@@ -19,7 +19,7 @@ from miles_testing.yardstick import make_batch, weighted, yardstick, yardstick_m
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
-FAMILIES = ("glm4_moe_lite", "nemotron_h", "bamba")
+FAMILIES = ("glm4_moe_lite", "nemotron_h", "bamba", "seed_oss", "smollm3", "ernie4_5", "olmoe")
 
 
 def perturb(checkpoint, directory):

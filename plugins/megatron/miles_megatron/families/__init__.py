@@ -35,6 +35,10 @@ FAMILIES = {
     "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite",
     "minimax_m2": "minimax_m2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "ernie4_5": "ernie4_5",
+    "olmoe": "olmoe",
     "nemotron_h": "nemotron_h",
     "bamba": "bamba",
     "gpt_oss": "gpt_oss",
@@ -68,6 +72,27 @@ LACKING |= {
     "llama4_text": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
     "deepseek_v32": "attention whose keys an indexer chooses (in the modules that are used here)",
     "glm_moe_dsa": "attention whose keys an indexer chooses (in the modules that are used here)",
+    "granite": "a factor of the output of attention and feed-forward layers (residual_multiplier)",
+    "hyperclovax": "a factor of the output of attention and feed-forward layers (residual_multiplier)",
+    "minicpm3": "a factor of the output of attention and feed-forward layers (scale_depth)",
+    "cohere": "attention and feed-forward layers that read the same norm in parallel",
+    "phimoe": "routing by sparsemixer",
+    "hunyuan_v1_dense": "norms of queries and keys after the rotary embedding",
+    "ministral3": "queries that are multiplied by a factor of their position (llama_4_scaling_beta)",
+    "olmo2": "norms after attention and feed-forward layers instead of before them",
+    "olmo_hybrid": "norms after attention and feed-forward layers instead of before them",
+    "kimi_linear": "delta attention with a decay per channel",
+    "bailing_hybrid": "delta attention with a decay per channel",
+    "lfm2": "short convolutions in place of attention",
+    "falcon_h1": "layers with attention and Mamba-2 in parallel",
+    "mamba": "the first version of Mamba",
+}
+LACKING |= {
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), LACKING["granite"]),
+    "cohere2": LACKING["cohere"],
+    "olmo3": LACKING["olmo2"],
+    **dict.fromkeys(("lfm2_moe", "lfm3"), LACKING["lfm2"]),
+    **dict.fromkeys(("falcon_mamba", "jamba"), LACKING["mamba"]),
 }
 
 

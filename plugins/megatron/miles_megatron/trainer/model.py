@@ -92,6 +92,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_latent(a),
         **_delta(a),
         **_mamba(a),
+        **_rotary(a),
         **_windows(a),
         **_fusions(a, engine),
         **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
@@ -119,9 +120,14 @@ def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
     return {
         "bias_activation_fusion": a.gated,
         "bias_dropout_fusion": not a.mlp_bias,
-        "apply_rope_fusion": a.latent is None and not _yarn(a),
+        "apply_rope_fusion": a.latent is None and not _yarn(a) and not a.rotary.interleaved,
         "moe_permute_fusion": a.experts is not None,
     }
+
+
+def _rotary(a: Architecture) -> dict[str, Any]:
+    skipped = [int(skips) for skips in a.rotary.skipped]
+    return {"rotary_interleaved": a.rotary.interleaved, "no_rope_freq": skipped if any(skipped) else None}
 
 
 def _windows(a: Architecture) -> dict[str, Any]:
