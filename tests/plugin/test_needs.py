@@ -10,7 +10,7 @@ from miles_core.plugin.detect import model_facts
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.load import Hooks
-from miles_core.plugin.manifest import Plugin, Rule
+from miles_core.plugin.manifest import Package, Plugin, Rule
 from miles_core.run.prepare import prepare
 from miles_embedded import plugin as embedded
 from miles_tools.authoring.explain import lint
@@ -47,6 +47,19 @@ def test_options_of_core_need_what_a_backend_can(flags, needed):
     assert [h.partition("needs the ")[2] for h in found] == needed
     can = {"engine": ("sampling_support",), "trainer": ("sampling_support", "entropy")}
     assert problems(flags, capabilities=can)[0] == []
+
+
+@pytest.mark.parametrize("without", ["", "it is slower"])
+def test_a_missing_optional_package_is_a_note_and_a_missing_needed_one_a_problem(without):
+    package = Package("not-a-package", "~=1.0", install="pip install it", without=without)
+    parts = {"mine": mine(packages=(package,))}
+    for installed, note in (("none", "mine: without not-a-package ~=1.0 it is slower; pip install it"), ("1.2", "")):
+        facts = Facts([*model_facts(None), *gpu("H200", 90), Fact("package.not-a-package", installed, "a test")])
+        found = check({"mine": "--plugins"}, parts, facts)
+        assert (note in found.advice) == bool(note and without)
+        assert ["mine needs not-a-package ~=1.0"] * (not without and bool(note)) == [p.headline for p in found.problems]
+    old = Facts([*model_facts(None), *gpu("H200", 90), Fact("package.not-a-package", "0.9", "a test")])
+    assert check({"mine": "--plugins"}, parts, old).problems
 
 
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():

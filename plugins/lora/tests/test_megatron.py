@@ -178,9 +178,9 @@ def test_runs_save_resume_and_export_adapters(tmp_path):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     """A model with gated delta nets, whose first projection joins two matrices by groups of rows, and a gated shared expert."""
-    from miles_embedded.testing.families import FAMILIES
-
     import transformers
+
+    from miles_embedded.testing.families import FAMILIES
 
     name, values = FAMILIES["qwen3_next"]
     config = getattr(transformers, name)(**values, rms_norm_eps=1e-2)

@@ -34,7 +34,8 @@ OTHER = {
 
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
-    if "family" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("parametrize"):
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "family" in metafunc.fixturenames and not any("family" in names for names in given):
         metafunc.parametrize("family", FAMILIES)
 
 

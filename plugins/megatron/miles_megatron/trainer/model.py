@@ -291,10 +291,8 @@ def _mixed(a: Architecture, layer: Any, kind: Kind) -> Any:
         changes["self_attention"] = delta_spec(layer.submodules.self_attention, TENorm if engine else WrappedTorchNorm)
     if kind.mixer == "mamba":
         changes["self_attention"] = mamba_spec(a, layer.submodules.self_attention)
-    if kind.mixer in (
-        "delta",
-        "mamba",
-    ):  # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
+    if kind.mixer in ("delta", "mamba"):
+        # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
         names = layer.submodules.sharded_state_dict_keys_map
         changes["sharded_state_dict_keys_map"] = {k: v.replace("linear_qkv.", "in_proj.") for k, v in names.items()}
     if kind.mixer == "none":
