@@ -218,7 +218,8 @@ class Architecture:
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each decoder layer."""
         mixers = self.mixers or ("attention",) * len(self.sparse)
-        return tuple(map(Kind, mixers, self.sparse, self.feeds or (True,) * len(self.sparse)))
+        feeds = self.feeds or (True,) * len(self.sparse)
+        return tuple(Kind(*kind) for kind in zip(mixers, self.sparse, feeds, strict=True))
 
     @property
     def mtp_kind(self) -> Kind:

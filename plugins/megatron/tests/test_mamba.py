@@ -12,7 +12,7 @@ import torch
 from miles_core.data import Sample, collate
 from miles_core.trainer import Callbacks
 from miles_megatron.testing import make, may_have_children
-from miles_testing import Setup, TrainerContract
+from miles_testing import Setup, TrainerContract, toy_run
 from miles_testing.yardstick import make_batch, weighted
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
@@ -178,6 +178,50 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(ranks, alone, sizes):
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5, msg=name)
+
+
+#: What a run combines with such a model -> its family and options.
+COMBINED = {
+    "replay": ("nemotron_h", {"plugins": ["r3"], "aux_loss_coef": 0.1}),
+    "a format": (
+        "nemotron_h",
+        {
+            "plugins": ["int4", "r3"],
+            **dict.fromkeys(("rollout_precision", "train_precision"), "int4"),
+            "int4_group_size": 8,
+            "recompute_activations": True,
+        },
+    ),
+    "adapters": ("nemotron_h", {"plugins": ["lora"], "lora_target_modules": "all-linear,all-experts"}),
+    "capacity": (
+        "nemotron_h",
+        {
+            "plugins": ["experts"],
+            "moe_capacity_factor": 0.6,
+            "n_samples_per_prompt": 1,  # the embedded trainer computes a shared prompt once
+            **dict.fromkeys(("rollout_batch_size", "micro_batch_size"), 6),
+            "advantage_estimator": "reinforce_plus_plus",
+        },
+    ),
+    "plain": ("bamba", {}),
+}
+METRICS = ("reward/mean", "train/grad_norm", "train/load_balance", "moe/dropped_fraction", "r3/tokens_differing")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "replay" else pytest.mark.thorough) for c in COMBINED]
+)
+def test_a_run_is_that_of_the_embedded_trainer(checkpoints, case):
+    family, options = COMBINED[case]
+    options = {"hf_checkpoint": checkpoints(family), "steps": 2, "dtype": "float32", "lr": 1e-3, **options}
+    here, there = (toy_run(trainer=trainer, **options).metrics for trainer in ("embedded", "megatron"))
+    for ours, theirs in zip(there, here, strict=True):
+        names = [name for name in METRICS if name in theirs]
+        assert "train/grad_norm" in names and all(name in ours for name in names)
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+        if case != "capacity":  # it drops tokens in training alone
+            assert ours["mismatch/abs_log_prob_max"] < 2e-5
 
 
 def test_resuming_is_bit_identical(alone):
