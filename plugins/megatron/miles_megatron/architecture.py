@@ -217,9 +217,10 @@ class Architecture:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each decoder layer."""
-        mixers = self.mixers or ("attention",) * len(self.sparse)
-        feeds = self.feeds or (True,) * len(self.sparse)
-        return tuple(Kind(*kind) for kind in zip(mixers, self.sparse, feeds, strict=True))
+        return tuple(
+            Kind(self.mixers[i] if self.mixers else "attention", sparse, not self.feeds or self.feeds[i])
+            for i, sparse in enumerate(self.sparse)
+        )
 
     @property
     def mtp_kind(self) -> Kind:

@@ -34,8 +34,7 @@ OTHER = {
 
 def pytest_generate_tests(metafunc):
     """``family``: each of them."""
-    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "family" in metafunc.fixturenames and not any("family" in names for names in given):
+    if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", FAMILIES)
 
 

@@ -69,11 +69,11 @@ def collect_gradients(checkpoint, batch, weights=None):
     return found, columns
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_log_probs_gradients_and_exports_are_those_of_transformers(checkpoints, family):
+@pytest.mark.parametrize("hybrid", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_log_probs_gradients_and_exports_are_those_of_transformers(checkpoints, hybrid):
     from safetensors.torch import load_file
 
-    checkpoint, batch = checkpoints(family), make_batch()
+    checkpoint, batch = checkpoints(hybrid), make_batch()
     found, columns = collect_gradients(checkpoint, batch)
     model = yardstick_model(checkpoint)
     log_probs, _ = yardstick(model, batch, Setup().temperature)
@@ -101,9 +101,9 @@ def draw_batch(seed):
     return batch, weights
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_a_samples_results_and_gradients_do_not_depend_on_its_neighbours(checkpoints, family):
-    (one, first), (other, second) = (collect_gradients(checkpoints(family), *draw_batch(seed)) for seed in (1, 2))
+@pytest.mark.parametrize("hybrid", ["qwen3_next", "qwen3_5_text"])
+def test_a_samples_results_and_gradients_do_not_depend_on_its_neighbours(checkpoints, hybrid):
+    (one, first), (other, second) = (collect_gradients(checkpoints(hybrid), *draw_batch(seed)) for seed in (1, 2))
     assert not torch.equal(first[:9], second[:9]) and torch.equal(first[9:21], second[9:21])
     for name, gradient in one.items():
         assert torch.equal(gradient, other[name]), name
@@ -150,28 +150,28 @@ SIZES = {
     "data": {},
 }
 CASES = [
-    pytest.param(family, sizes, id=f"{family}-{name}", marks=() if family == "qwen3_next" else pytest.mark.thorough)
-    for family, (name, sizes) in itertools.product(("qwen3_next", "qwen3_5_text"), SIZES.items())
-    if not (family == "qwen3_5_text" and name == "expert")
+    pytest.param(hybrid, sizes, id=f"{hybrid}-{name}", marks=() if hybrid == "qwen3_next" else pytest.mark.thorough)
+    for hybrid, (name, sizes) in itertools.product(("qwen3_next", "qwen3_5_text"), SIZES.items())
+    if not (hybrid == "qwen3_5_text" and name == "expert")
 ]
 
 
 @pytest.fixture(scope="module")
 def four_layers(make_model, tmp_path_factory):
-    """family -> a model whose stages have delta nets and attention, and what one rank computes."""
+    """hybrid -> a model whose stages have delta nets and attention, and what one rank computes."""
     kinds = ["linear_attention", "full_attention"] * 2
 
-    def made(family):
-        directory = tmp_path_factory.mktemp(family) / "model"
-        checkpoint = make_model(family, directory, num_hidden_layers=4, layer_types=kinds)
+    def build(hybrid):
+        directory = tmp_path_factory.mktemp(hybrid) / "model"
+        checkpoint = make_model(hybrid, directory, num_hidden_layers=4, layer_types=kinds)
         return checkpoint, work(checkpoint, {})
 
-    return cache(made)
+    return cache(build)
 
 
-@pytest.mark.parametrize(("family", "sizes"), CASES)
-def test_two_ranks_compute_what_one_computes(ranks, four_layers, family, sizes):
-    checkpoint, (_, expected, norm, units) = four_layers(family)
+@pytest.mark.parametrize(("hybrid", "sizes"), CASES)
+def test_two_ranks_compute_what_one_computes(ranks, four_layers, hybrid, sizes):
+    checkpoint, (_, expected, norm, units) = four_layers(hybrid)
     batch = make_batch()
     for mine, log_probs, found, exported in ranks.run(work, checkpoint, sizes):
         at = torch.cat([torch.arange(int(batch.lengths[i])) + batch.starts[i] for i in mine])
@@ -217,12 +217,12 @@ def test_a_checkpoint_continues_with_other_sizes(ranks, four_layers, tmp_path, b
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"),
+    ("hybrid", "precision"),
     [("qwen3_next", "int4"), pytest.param("qwen3_5_text", "mxfp8", marks=pytest.mark.thorough)],
 )
-def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(make_model, tmp_path, family, precision):
-    sizes = {"intermediate_size": 64} if family == "qwen3_5_text" else {}
-    checkpoint = make_model(family, tmp_path / "model", **sizes)
+def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(make_model, tmp_path, hybrid, precision):
+    sizes = {"intermediate_size": 64} if hybrid == "qwen3_5_text" else {}
+    checkpoint = make_model(hybrid, tmp_path / "model", **sizes)
     options = {"rollout_precision": precision, "train_precision": precision, "emulate_precision": True, "steps": 1}
     options |= {"int4_group_size": 16} if precision == "int4" else {}
     here, there = (

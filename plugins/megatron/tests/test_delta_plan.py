@@ -81,9 +81,9 @@ def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints,
         plan(["speculative"], enable_mtp_training=True, **given)
 
 
-@pytest.mark.parametrize("family", HYBRID)
-def test_a_gpu_without_the_kernels_gets_a_note(checkpoints, family):
-    given = {"trainer": "megatron", "hf_checkpoint": checkpoints(family)}
+@pytest.mark.parametrize("hybrid", HYBRID)
+def test_a_gpu_without_the_kernels_gets_a_note(checkpoints, hybrid):
+    given = {"trainer": "megatron", "hf_checkpoint": checkpoints(hybrid)}
     packages = ["package.megatron-core=0.19.2", "package.transformer-engine=2.20.2"]
     facts = ["gpu.sm=90", "gpu.count=1", "gpu.memory_gb=80", *packages]
     note = "without flash-linear-attention ~=0.4.0 torch computes gated delta nets"

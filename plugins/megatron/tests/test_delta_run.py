@@ -25,7 +25,7 @@ def data_files(directory):
 
 
 @pytest.mark.parametrize(
-    ("family", "plugins"),
+    ("hybrid", "plugins"),
     [
         ("qwen3_next", ["r3"]),
         pytest.param("qwen3_5_text", [], marks=pytest.mark.thorough),
@@ -33,9 +33,9 @@ def data_files(directory):
     ],
 )
 def test_a_run_agrees_with_its_engine_learns_and_continues_as_if_it_had_not_stopped(
-    checkpoints, tmp_path, family, plugins
+    checkpoints, tmp_path, hybrid, plugins
 ):
-    options = {"hf_checkpoint": checkpoints(family), "trainer": "megatron", "dtype": "float32", "lr": 1e-2}
+    options = {"hf_checkpoint": checkpoints(hybrid), "trainer": "megatron", "dtype": "float32", "lr": 1e-2}
     long = toy_run(plugins, steps=6, rollout_batch_size=4, n_samples_per_prompt=8, **options)
     assert all(record["mismatch/abs_log_prob_max"] < 1e-4 and record["train/grad_norm"] > 0 for record in long.metrics)
     rewards = [record["reward/mean"] for record in long.metrics]

@@ -27,8 +27,8 @@ def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
     """Yield the entries of a layer; see ``miles_megatron.families``."""
     assert a.experts is not None
     yield from (*norms(m, h), *attention(a, m, h))
-    for kind in ("weight", "bias"):
-        yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
+    for part in ("weight", "bias"):
+        yield Entry(f"{m}.mlp.router.{part}", (f"{h}.mlp.router.{part}",))
     experts: tuple[tuple[str, Layout, int], ...] = (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1))
     for inner, layout, axis in experts:
         outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"

@@ -67,9 +67,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "kv_channels": a.head_dim,
         "layernorm_epsilon": a.epsilon,
         "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": a.centred,
         "qk_layernorm": bool(a.qk_norm or a.latent),
-        "attention_output_gate": a.output_gate,
         "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
         "gated_linear_unit": a.gated,
@@ -86,7 +84,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
         # a batch of sends and receives would confuse activations and gradients if both neighbours are the same rank
         "batch_p2p_comm": torch.cuda.is_available() and s.virtual == 1,
-        "overlap_p2p_comm": s.virtual > 1,
         **_parallelism(s),
         **_experts(a, engine),
         **_latent(a),
@@ -174,6 +171,7 @@ def _parallelism(s: Sizes) -> dict[str, Any]:
         "expert_model_parallel_size": s.ep,
         "expert_tensor_parallel_size": s.etp,
         "sequence_parallel": s.sequence,
+        "overlap_p2p_comm": s.virtual > 1,
         "moe_token_dispatcher_type": "alltoall",  # others need rows of equal length, even for dense models
         "num_layers_in_first_pipeline_stage": s.first or None,
         "num_layers_in_last_pipeline_stage": s.last or None,
@@ -235,10 +233,12 @@ def _latent(a: Architecture) -> dict[str, Any]:
 
 
 def _delta(a: Architecture) -> dict[str, Any]:
+    """Return the fields of gated delta nets, gated attention and norms that multiply by 1 + weight."""
+    gates = {"layernorm_zero_centered_gamma": a.centred, "attention_output_gate": a.output_gate}
     d = a.delta
     if d is None:
-        return {}
-    return {
+        return gates
+    return gates | {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(mixer == "delta") for mixer in a.mixers],
         "linear_conv_kernel_dim": d.width,
