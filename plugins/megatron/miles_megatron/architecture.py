@@ -143,6 +143,7 @@ class Experts:
         correction: the router adds a bias to the scores when it chooses experts; the bias receives no gradient.
         groups, top_groups: number of expert groups, and of groups to choose from; 1 and 1 without groups.
         scale: factor of the routed experts' output.
+        latent: width of the experts' inputs and outputs, which two projections around all routed experts convert; 0 for the hidden size.
     """
 
     count: int
@@ -156,6 +157,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    latent: int = 0
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ _READ: dict[str, tuple[str, ...]] = {
         "chunk_size",
         "moe_shared_expert_intermediate_size",
         "moe_shared_expert_overlap",
+        "moe_latent_size",
         "rescale_prenorm_residual",
         "use_mamba_kernels",
         "num_logits_to_keep",
@@ -127,7 +128,6 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_in_fp32": (False,),
         "time_step_limit": _UNLIMITED,
         "sliding_window": (None,),
-        "moe_latent_size": (None,),
     },
     "bamba": {
         "mamba_n_groups": (1,),

@@ -75,7 +75,9 @@ def feed_forward(a: Architecture, sparse: bool) -> Count:
     e = a.experts
     router = a.hidden * e.count + (e.count if a.mlp_bias else 0) + (a.hidden if e.shared_gate else 0)
     biases = 2 * e.ffn + a.hidden if a.mlp_bias else 0
-    return Count(matrices * a.hidden * e.shared, router, e.count * (matrices * a.hidden * e.ffn + biases))
+    latent = 2 * a.hidden * e.latent
+    one = matrices * (e.latent or a.hidden) * e.ffn + biases
+    return Count(matrices * a.hidden * e.shared, router + latent, e.count * one)
 
 
 def layer(a: Architecture, kind: Kind) -> Count:

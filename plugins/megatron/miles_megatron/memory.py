@@ -231,7 +231,8 @@ def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, .
     if "moe" in without:
         return 0
     activated = (projected - 1 if "moe_act" in without else projected) * e.ffn
-    routed = around * s.etp * e.top_k * (a.hidden + activated / s.etp)
+    routed = around * s.etp * e.top_k * ((e.latent or a.hidden) + activated / s.etp)
+    routed += around * e.latent  # the experts' output before the second projection
     shared = 0 if "shared_experts" in without else projected * e.shared / s.tp
     return routed + shared + 4 * e.count * around  # scores and weights are FP32
 

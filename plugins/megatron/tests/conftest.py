@@ -25,6 +25,8 @@ LIKE = {
 OTHER = {
     "bamba": {},
     "nemotron_h": {"time_step_min": 1e-12},
+    "nemotron_h, dense": {"time_step_min": 1e-12},
+    "nemotron_h, latent": {"time_step_min": 1e-12, "moe_latent_size": 24},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "ernie4_5": {},
@@ -50,7 +52,7 @@ def make_checkpoint(family, directory, **changes):
     if family in OTHER:
         import transformers
 
-        name, values = MORE[family]
+        name, values = MORE[family.partition(",")[0]]
         config = getattr(transformers, name)(**{**values, **OTHER[family], **changes})
         return random_checkpoint(config, directory, biases=0.1)
     if family not in LIKE:

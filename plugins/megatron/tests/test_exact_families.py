@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), p
 #: rotates in float32 here too. The largest ones found are 1.4e-5 and 1.2e-5.
 CLOSE = 2e-5
 
-FAMILIES = ("glm4_moe_lite", "nemotron_h", "bamba", "seed_oss", "smollm3", "ernie4_5", "olmoe")
+FAMILIES = ("glm4_moe_lite", "nemotron_h", "nemotron_h, latent", "bamba", "seed_oss", "smollm3", "ernie4_5", "olmoe")
 
 
 def perturb(checkpoint, directory):

@@ -125,10 +125,13 @@ MODELS = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
     },
+    "nemotron_h, latent": {"layers_block_type": ["linear_attention", "moe"]},
+    "nemotron_h, dense": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1]},
 }
 SIZES = {
     "tensor": {"tp": 2, "sequence": True},
+    "tensor, whole rows": {"tp": 2},
     "pipeline": {"pp": 2},
     "virtual": {"pp": 2, "virtual": 2},
     "expert": {"ep": 2},
@@ -137,6 +140,9 @@ SIZES = {
 }
 CASES = [
     ("nemotron_h", "tensor"),
+    ("nemotron_h, latent", "tensor"),
+    pytest.param("nemotron_h, latent", "expert", marks=pytest.mark.thorough),
+    pytest.param("nemotron_h, dense", "tensor, whole rows", marks=pytest.mark.thorough),
     ("nemotron_h", "pipeline"),
     ("nemotron_h", "expert"),
     ("nemotron_h", "context"),

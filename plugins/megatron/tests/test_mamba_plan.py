@@ -96,7 +96,6 @@ def test_tiles_of_rows_must_fit_into_the_joined_projection():
     ("chosen", "change"),
     [
         ("nemotron_h", {"time_step_limit": [0.001, 0.1]}),
-        ("nemotron_h", {"moe_latent_size": 16}),
         ("nemotron_h", {"use_conv_bias": False}),
         ("nemotron_h", {"mlp_hidden_act": "silu"}),
         ("nemotron_h", {"residual_in_fp32": True}),

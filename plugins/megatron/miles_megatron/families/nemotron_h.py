@@ -34,7 +34,10 @@ def read(config: Mapping[str, Any]) -> Architecture:
         )
     size = config.get("head_dim") or config.get("attention_head_dim") or 128
     given = common({**config, "num_hidden_layers": len(listed), "head_dim": size, "num_nextn_predict_layers": 0})
-    chosen = replace(grouped(config), shared=config["moe_shared_expert_intermediate_size"]) if "moe" in listed else None
+    chosen = None
+    if "moe" in listed:
+        shared_size, latent = config["moe_shared_expert_intermediate_size"], config.get("moe_latent_size") or 0
+        chosen = replace(grouped(config), shared=shared_size, latent=latent)
     return Architecture(
         **given
         | {
@@ -67,6 +70,9 @@ def layer(a: Architecture, m: str, h: str, kind: Kind) -> Iterator[Entry]:
         yield from attention(a, m, h, "mixer")
     elif kind.sparse:
         yield from experts(a, m, f"{h}.mixer", _PARTS)
+        if a.experts is not None and a.experts.latent:
+            for name in ("fc1_latent_proj", "fc2_latent_proj"):
+                yield Entry(f"{m}.mlp.{name}.weight", (f"{h}.mixer.{name}.weight",))
         yield from shared(a, m, f"{h}.mixer.shared_experts", _PARTS)
     else:
         yield from projections(f"{m}.mlp", tuple(f"{h}.mixer.{part}" for part in _PARTS))

@@ -47,7 +47,7 @@ class Entry:
         return _MATRIX.search(self.name) is not None
 
 
-_MATRIX = re.compile(r"\.(?:linear_\w+|in_proj|out_proj)\.weight$")
+_MATRIX = re.compile(r"\.(?:linear_\w+|in_proj|out_proj|fc\d_latent_proj)\.weight$")
 
 
 def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:

@@ -197,6 +197,7 @@ def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
         "moe_router_enable_expert_bias": e.correction,
         "moe_router_num_groups": e.groups if e.groups > 1 else None,
         "moe_router_group_topk": e.top_groups if e.groups > 1 else None,
+        "moe_latent_size": e.latent or None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
