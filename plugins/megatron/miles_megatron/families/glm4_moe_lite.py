@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and experts, with other norms inside of attention.
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and experts, with other norms inside attention.
 
 Transformers' modules normalise the compressed queries, keys and values with an epsilon of 1e-6 whatever ``rms_norm_eps`` is (1e-5 in the
 published checkpoint), as DeepSeek-V3's modules do. ``mlp_layer_types`` lists the layers with experts.

@@ -19,7 +19,7 @@ Output = tuple[Tensor, Tensor | None]
 
 
 def set_norm_epsilon(chunk: nn.Module, epsilon: float) -> None:
-    """Set the epsilon of the norms inside of latent attention, which Megatron-Core builds with that of the other norms.
+    """Set the epsilon of the norms inside latent attention, which Megatron-Core builds with that of the other norms.
 
     TransformerEngine's modules fuse these norms into the projections that follow them."""
     for module in chunk.modules():
