@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from miles_core.trainer import Callbacks, CheckpointFiles
+from miles_megatron import count
+from miles_megatron.examine import examine_checkpoint
 from miles_megatron.layout import join
+from miles_megatron.memory import Work, memory
+from miles_megatron.sizes import Sizes
 from miles_megatron.testing import make
 from miles_testing import Setup
 from miles_testing.tiny import random_checkpoint
@@ -83,6 +87,17 @@ def test_log_probs_and_gradients_are_those_of_transformers(perturbed, chosen):
     for name, gradient in right.items():
         largest = gradient.abs().max().clamp(min=1e-12)
         assert float((ours[name].double() - gradient).abs().max() / largest) < CLOSE, name
+
+
+@pytest.mark.parametrize("chosen", FAMILIES)
+def test_the_plan_counts_the_parameters_of_the_built_model(perturbed, chosen):
+    checkpoint = perturbed(chosen)
+    examine_checkpoint(checkpoint)
+    trainer = make(checkpoint, Setup())
+    built = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
+    assert count.model(trainer.a).total == built
+    [stage] = memory(trainer.a, Sizes(), Work(tokens=1, micro_batches=1, width=4))
+    assert (stage.weights, stage.gradients, stage.optimiser) == (4 * built, 4 * built, 12 * built)
 
 
 @pytest.mark.parametrize("chosen", FAMILIES)

@@ -70,8 +70,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "qk_layernorm": bool(a.qk_norm or a.latent),
         "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
-        "gated_linear_unit": a.gated,
-        "activation_func": silu if a.gated else squared_relu,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": dtype,
@@ -89,7 +87,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_latent(a),
         **_delta(a),
         **_mamba(a),
-        **_rotary(a),
+        **_rotary_and_mlp(a),
         **_windows(a),
         **_fusions(a, engine),
         **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
@@ -122,9 +120,14 @@ def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
     }
 
 
-def _rotary(a: Architecture) -> dict[str, Any]:
+def _rotary_and_mlp(a: Architecture) -> dict[str, Any]:
     skipped = [int(skips) for skips in a.rotary.skipped]
-    return {"rotary_interleaved": a.rotary.interleaved, "no_rope_freq": skipped if any(skipped) else None}
+    return {
+        "rotary_interleaved": a.rotary.interleaved,
+        "no_rope_freq": skipped if any(skipped) else None,
+        "gated_linear_unit": a.gated,
+        "activation_func": silu if a.gated else squared_relu,
+    }
 
 
 def _windows(a: Architecture) -> dict[str, Any]:
