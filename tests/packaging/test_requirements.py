@@ -27,8 +27,8 @@ def brought(plugin, **machine):
 
 
 def _needed(plugin):
-    """Names and versions of the packages that a plugin cannot run without."""
-    return [(package.name, package.versions) for package in plugin.packages if not package.without]
+    """Names and versions of the packages without which a plugin runs no model."""
+    return [(p.name, p.versions) for p in plugin.packages if not p.without and "model.type" not in p.when]
 
 
 def test_the_plugins_of_engines_bring_the_versions_they_are_tested_with():

@@ -2,7 +2,7 @@
 
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
-from miles_megatron.families import HYBRID
+from miles_megatron.families import HYBRID, MAMBA
 from miles_megatron.foreign_flags import FOREIGN_FLAGS
 from miles_megatron.recipes import TILES
 
@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 CORE, ENGINE = ">=0.19.2,<0.20", ">=2.20,<2.21"
 #: Versions of flash-linear-attention that Megatron-Core 0.19 names; not tested here.
 DELTA = "~=0.4.0"
+#: Versions of mamba-ssm and causal-conv1d with which Megatron-Core 0.19 trains on packed samples; not tested here.
+SCAN, CONVOLUTION = ">=2.0.0", ">=1.4.0"
 
 plugin = Plugin(
     name="megatron",
@@ -102,6 +104,20 @@ plugin = Plugin(
             when=f"trainer == megatron and gpu.sm > 0 and model.type in {{{', '.join(HYBRID)}}}",
             install=f'pip install "flash-linear-attention{DELTA}"',
             without="torch computes gated delta nets, which is much slower and needs more memory",
+        ),
+        Package(
+            "mamba-ssm",
+            SCAN,
+            when=f"trainer == megatron and gpu.sm > 0 and model.type in {{{', '.join(MAMBA)}}}",
+            install=f'pip install --no-build-isolation "mamba-ssm{SCAN}", which compiles kernels against the installed torch; or use '
+            "--trainer embedded",
+        ),
+        Package(
+            "causal-conv1d",
+            CONVOLUTION,
+            when=f"trainer == megatron and gpu.sm > 0 and model.type in {{{', '.join(MAMBA)}}}",
+            install=f'pip install --no-build-isolation "causal-conv1d{CONVOLUTION}", which compiles kernels against the installed torch; or use '
+            "--trainer embedded",
         ),
     ),
     review="miles_megatron.review:review",

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from miles_megatron.config_keys import layer_windows
 
-#: What mixes the tokens of a layer: attention, or a gated delta net.
-Mixer = Literal["attention", "delta"]
+#: What mixes the tokens of a layer: attention, a gated delta net, Mamba-2, or nothing.
+Mixer = Literal["attention", "delta", "mamba", "none"]
 
 
 class Kind(NamedTuple):
@@ -23,10 +23,12 @@ class Kind(NamedTuple):
     Attributes:
         mixer: what mixes its tokens.
         sparse: whether it has experts.
+        feed: whether it has a feed-forward part.
     """
 
     mixer: Mixer = "attention"
     sparse: bool = False
+    feed: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Latent:
         kv_rank: rank of the compression shared by keys and values.
         nope, rope: size of a head's key part without and with rotary embedding.
         value: size of a head's value.
+        epsilon: epsilon of the norms of the compressed queries, keys and values.
     """
 
     q_rank: int
@@ -45,6 +48,7 @@ class Latent:
     nope: int
     rope: int
     value: int
+    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,52 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 (arXiv 2405.21060, section 7).
+
+    Attributes:
+        heads, head_size: number and size of the heads.
+        groups: number of groups of heads; the heads of a group share B and C, and the norm of the output is over a group.
+        state: elements of B and of C, and of the state per element of a head.
+        width: tokens that the convolution over x, B and C reads.
+        chunk: tokens of a chunk of the scan.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state: int
+    width: int
+    chunk: int
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def shared(self) -> int:
+        """Elements of B of all groups, and of C."""
+        return self.groups * self.state
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding.
 
     Attributes:
         base: theta.
-        share: fraction of a head's dimensions that is rotated.
+        share: fraction of a head's dimensions that is rotated; 0 without position embedding.
         scaling: ``rope_scaling`` of the checkpoint; empty without scaling.
+        interleaved: pairs of dimensions that rotate together are neighbours, and not half a head apart.
+        skipped: for each layer, whether it has no position embedding; empty if every layer has one.
     """
 
     base: float = 10000.0
     share: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    interleaved: bool = False
+    skipped: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +143,7 @@ class Experts:
         correction: the router adds a bias to the scores when it chooses experts; the bias receives no gradient.
         groups, top_groups: number of expert groups, and of groups to choose from; 1 and 1 without groups.
         scale: factor of the routed experts' output.
+        latent: width of the experts' inputs and outputs, which two projections around all routed experts convert; 0 for the hidden size.
     """
 
     count: int
@@ -118,6 +157,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,9 +176,11 @@ class Architecture:
         sinks: attention has one learned extra logit (sink) per head.
         output_gate: the query projection also yields a gate, whose sigmoid multiplies the output of attention.
         centred: norms multiply by 1 + weight.
+        gated: MLPs and experts multiply their activation, SiLU, by a second projection; otherwise the activation is the squared ReLU.
         sparse: for each layer, whether it has experts.
         mixers: for each layer, what mixes its tokens; empty if all layers attend.
-        delta: the gated delta nets.
+        feeds: for each layer, whether it has a feed-forward part; empty if all layers have one.
+        delta, mamba: the gated delta nets, and the Mamba-2 mixers.
         mtp: number of MTP layers after the decoder; they have experts if the last decoder layer has.
         epsilon: epsilon of the norms.
         rotary: position embedding.
@@ -161,9 +203,12 @@ class Architecture:
     sinks: bool = False
     output_gate: bool = False
     centred: bool = False
+    gated: bool = True
     sparse: tuple[bool, ...] = ()
     mixers: tuple[Mixer, ...] = ()
+    feeds: tuple[bool, ...] = ()
     delta: Delta | None = None
+    mamba: Mamba | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     mtp: int = 0
@@ -175,7 +220,8 @@ class Architecture:
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each decoder layer."""
         return tuple(
-            Kind(self.mixers[i] if self.mixers else "attention", sparse) for i, sparse in enumerate(self.sparse)
+            Kind(self.mixers[i] if self.mixers else "attention", sparse, not self.feeds or self.feeds[i])
+            for i, sparse in enumerate(self.sparse)
         )
 
     @property

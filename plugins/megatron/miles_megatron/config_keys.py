@@ -11,12 +11,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
-_GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob",
-            "moe_intermediate_size")  # fmt: skip
+_GROUPED = (
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "moe_intermediate_size",
+)
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 _HYBRID = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
            "layer_types", "full_attention_interval", "mamba_ssm_dtype")  # fmt: skip
+_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_chunk_size", "attn_layer_indices",
+          "layers_block_type", "layer_types")  # fmt: skip
+#: No limits, as a float and as Transformers writes it.
+_UNLIMITED = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], (0.0, float("inf")))
 #: Entries that the family's module reads, or that have no effect in its checkpoints.
 _READ: dict[str, tuple[str, ...]] = {
     "llama": ("pretraining_tp",),
@@ -26,10 +36,45 @@ _READ: dict[str, tuple[str, ...]] = {
     "qwen2_moe": (*_WINDOWS, *_QWEN_EXPERTS, "qkv_bias", "shared_expert_intermediate_size"),
     "qwen3_moe": (*_WINDOWS, *_QWEN_EXPERTS),
     "mixtral": ("sliding_window", "router_jitter_noise"),
-    "deepseek_v3": (*_LATENT, *_GROUPED, "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size"),
-    "glm4_moe": (*_GROUPED, "attention_bias", "use_qk_norm"),
+    "deepseek_v3": (
+        *_LATENT,
+        *_GROUPED,
+        "first_k_dense_replace",
+        "pretraining_tp",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+    ),
+    "glm4_moe": (*_GROUPED, "first_k_dense_replace", "attention_bias", "use_qk_norm"),
+    "glm4_moe_lite": (*_LATENT, *_GROUPED, "pretraining_tp", "mlp_layer_types"),
     "minimax_m2": ("rotary_dim", "router_jitter_noise"),
     "gpt_oss": ("sliding_window", "layer_types"),
+    "seed_oss": ("attention_bias", "pretraining_tp"),
+    "smollm3": ("no_rope_layers", "no_rope_layer_interval", "layer_types", "pretraining_tp"),
+    "olmoe": ("norm_topk_prob",),
+    "nemotron_h": (
+        *_GROUPED,
+        "layers_block_type",
+        "layer_types",
+        "hybrid_override_pattern",
+        "attention_head_dim",
+        "layer_norm_epsilon",
+        "norm_eps",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "mamba_ssm_cache_dtype",
+        "ssm_state_size",
+        "n_groups",
+        "conv_kernel",
+        "chunk_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap",
+        "moe_latent_size",
+        "rescale_prenorm_residual",
+        "use_mamba_kernels",
+        "num_logits_to_keep",
+    ),
+    "bamba": (*_MAMBA, "z_loss_coefficient", "num_logits_to_keep", "use_mamba_kernels"),
     "qwen3_next": (*_HYBRID, *_QWEN_EXPERTS, "shared_expert_intermediate_size"),
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": (*_HYBRID, "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -49,6 +94,12 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_layer_freq": (1,),
         "rope_interleave": (True,),
     },
+    "glm4_moe_lite": {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "rope_interleave": (True,),
+        "first_k_dense_replace": (1,),
+    },
     "minimax_m2": {
         "scoring_func": ("sigmoid",),
         "use_routing_bias": (True,),
@@ -64,6 +115,26 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),
     },
+    "seed_oss": {"attention_out_bias": (False,)},
+    "smollm3": {"use_sliding_window": (False,), "sliding_window": (None,)},
+    "ernie4_5": {"use_bias": (False,)},
+    "olmoe": {"clip_qkv": (None,)},
+    "nemotron_h": {
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu",),
+        "use_bias": (False,),
+        "use_conv_bias": (True,),
+        "mamba_proj_bias": (False,),
+        "residual_in_fp32": (False,),
+        "time_step_limit": _UNLIMITED,
+        "sliding_window": (None,),
+    },
+    "bamba": {
+        "mamba_n_groups": (1,),
+        "mamba_conv_bias": (True,),
+        "mamba_proj_bias": (False,),
+        "time_step_limit": _UNLIMITED,
+    },
     "qwen3_next": {"attn_output_gate": (True,)},
     "qwen3_5_text": {"attn_output_gate": (True,)},
     "qwen3_5_moe_text": {
@@ -74,7 +145,7 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 #: Families whose rotary embedding may rotate only a part of each head.
-_PARTIAL = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_PARTIAL = ("glm4_moe", "minimax_m2", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: Entries of all families that the tables of weights and sizes read, or that do not affect the computation. MTP layers draft tokens; the
 #: model's own log-probs do not depend on them.
 _COMMON = re.compile(

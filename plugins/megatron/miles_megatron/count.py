@@ -59,20 +59,35 @@ def delta(a: Architecture) -> Count:
     )
 
 
+def mamba(a: Architecture) -> Count:
+    """Count the parameters of one layer's Mamba-2 mixer."""
+    assert a.mamba is not None
+    d = a.mamba
+    joined = d.inner + 2 * d.shared  # channels of the convolution
+    return Count((joined + 2 * d.inner + d.heads) * a.hidden + joined * (d.width + 1) + 3 * d.heads + d.inner)
+
+
 def feed_forward(a: Architecture, sparse: bool) -> Count:
-    """Count the parameters of one layer's feed-forward part: a gated MLP, or router, experts and shared experts."""
+    """Count the parameters of one layer's feed-forward part: an MLP, or router, experts and shared experts."""
+    matrices = 3 if a.gated else 2
     if not sparse or a.experts is None:
-        return Count(3 * a.hidden * a.ffn)
+        return Count(matrices * a.hidden * a.ffn)
     e = a.experts
     router = a.hidden * e.count + (e.count if a.mlp_bias else 0) + (a.hidden if e.shared_gate else 0)
     biases = 2 * e.ffn + a.hidden if a.mlp_bias else 0
-    return Count(3 * a.hidden * e.shared, router, e.count * (3 * a.hidden * e.ffn + biases))
+    latent = 2 * a.hidden * e.latent
+    one = matrices * (e.latent or a.hidden) * e.ffn + biases
+    return Count(matrices * a.hidden * e.shared, router + latent, e.count * one)
 
 
 def layer(a: Architecture, kind: Kind) -> Count:
     """Count the parameters of one decoder layer."""
-    mixer = {"attention": attention, "delta": delta}[kind.mixer](a)
-    return mixer + feed_forward(a, kind.sparse) + Count(whole=2 * a.hidden)
+    total = Count()
+    if kind.mixer != "none":
+        total += {"attention": attention, "delta": delta, "mamba": mamba}[kind.mixer](a) + Count(whole=a.hidden)
+    if kind.feed:
+        total += feed_forward(a, kind.sparse) + Count(whole=a.hidden)
+    return total
 
 
 def embedding(a: Architecture) -> Count:

@@ -181,20 +181,29 @@ def _parameters(a: Architecture, first: bool, last: bool, kinds: Layers) -> Coun
 def layer_elements(a: Architecture, s: Sizes, kind: Kind, without: tuple[str, ...] = ()) -> float:
     """Return the activation elements per token that a layer keeps on one rank; the modules ``without`` are recomputed."""
     around = 1 / s.tp if s.sequence else 1.0  # share of the activations outside of tensor-parallel regions
-    inputs, outputs = 2 * a.hidden * around, 0 if "layernorm" in without else 2 * a.hidden * around
+    parts = (kind.mixer != "none") + kind.feed  # each has a norm
+    inputs, outputs = parts * a.hidden * around, 0 if "layernorm" in without else parts * a.hidden * around
+    feed = _feed_forward(a, s, kind.sparse, without, around) if kind.feed else 0.0
+    return inputs + outputs + _mixer(a, s, kind, without) + feed
+
+
+def _mixer(a: Architecture, s: Sizes, kind: Kind, without: tuple[str, ...]) -> float:
+    if kind.mixer == "none":
+        return 0.0
     if kind.mixer == "delta":
-        kept = _delta(a) / s.tp
-    elif a.latent is not None:
+        return _delta(a) / s.tp
+    if kind.mixer == "mamba":
+        return _mamba(a) / s.tp
+    if a.latent is not None:
         low = a.latent
         heads = a.heads / s.tp
         kept = 2 * low.q_rank + 2 * (low.kv_rank + low.rope) + heads * low.value
         if "mla_up_proj" not in without:
             kept += heads * (2 * (low.nope + low.rope) + low.nope + low.value)
-    else:
-        kept = (2 * a.q_size + 2 * a.kv_size) / s.tp
-        kept += (a.q_size + a.kv_size) / s.tp if a.qk_norm else 0
-        kept += 2 * a.q_size / s.tp if a.output_gate else 0  # the gate, and the output before it
-    return inputs + outputs + kept + _feed_forward(a, s, kind.sparse, without, around)
+        return kept
+    kept = (2 * a.q_size + 2 * a.kv_size) / s.tp
+    kept += (a.q_size + a.kv_size) / s.tp if a.qk_norm else 0
+    return kept + (2 * a.q_size / s.tp if a.output_gate else 0)  # the gate, and the output before it
 
 
 def _delta(a: Architecture) -> float:
@@ -206,15 +215,25 @@ def _delta(a: Architecture) -> float:
     return 2 * (2 * d.keys + d.values) + 2 * d.value_heads * d.key_size + 5 * d.values + d.value_heads * (6 + CHUNK)
 
 
+def _mamba(a: Architecture) -> float:
+    """Return the activation elements per token that a Mamba-2 mixer keeps: the output of its first projection, and the gated output before and
+    after its norm. The kernel computes the convolution and the states again in the backward pass (``mamba_split_conv1d_scan_combined``)."""
+    assert a.mamba is not None
+    d = a.mamba
+    return (2 * d.inner + 2 * d.shared + d.heads) + 3 * d.inner
+
+
 def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, ...], around: float) -> float:
+    projected = 3 if a.gated else 2  # with the result of the activation
     if not sparse or a.experts is None:
-        return 0 if "mlp" in without else 3 * a.ffn / s.tp
+        return 0 if "mlp" in without else projected * a.ffn / s.tp
     e = a.experts
     if "moe" in without:
         return 0
-    activated = 2 * e.ffn if "moe_act" in without else 3 * e.ffn
-    routed = around * s.etp * e.top_k * (a.hidden + activated / s.etp)
-    shared = 0 if "shared_experts" in without else 3 * e.shared / s.tp
+    activated = (projected - 1 if "moe_act" in without else projected) * e.ffn
+    routed = around * s.etp * e.top_k * ((e.latent or a.hidden) + activated / s.etp)
+    routed += around * e.latent  # the experts' output before the second projection
+    shared = 0 if "shared_experts" in without else projected * e.shared / s.tp
     return routed + shared + 4 * e.count * around  # scores and weights are FP32
 
 

@@ -39,7 +39,13 @@ def cuts(a: Architecture, s: Sizes, tile: tuple[int, int]) -> Iterator[str]:
         widths.append((a.delta.values // s.tp, "inputs of a gated delta net's output projection", s.tp))
         if a.delta.value_heads // s.tp % rows:
             yield f"gated delta nets with a multiple of {rows} heads on a rank, not {a.delta.value_heads // s.tp}"
-    if not all(a.sparse):
+    if a.mamba is not None:
+        d = a.mamba
+        sizes = (d.inner // s.tp, d.shared // s.tp, d.heads // s.tp)
+        widths.append((d.inner // s.tp, "inputs of a Mamba-2 mixer's output projection", s.tp))
+        if any(size % rows for size in sizes):
+            yield f"Mamba-2 mixers whose first projection joins parts of a multiple of {rows} rows on a rank, not {', '.join(map(str, sizes))}"
+    if any(kind.feed and not kind.sparse for kind in a.kinds):
         widths.append((a.ffn // s.tp, "inner units of a dense layer", s.tp))
     if a.experts is not None:
         widths.append((a.experts.ffn // s.etp, "inner units of an expert", s.etp))

@@ -24,14 +24,14 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         values = (describe_fact(facts.lookup("model.type")),)
         return Review(problems=(Problem("megatron", "a supported model family", str(error), values),))
     problems = tuple(Problem("megatron", "a model that it can build", why) for why in find_unsupported(a))
-    problems += tuple(_delta(facts, a))
+    problems += (*_delta(facts, a), *_mtp(facts, a))
     s = sizes_of(facts)
     problems += tuple(_misfit(facts, s, found) for found in misfits(s, a))
     if any(misfits(s, a)):
         return Review(problems=problems)
     problems += (*_format(facts, a, s), *_local(facts, a, s))
     note: tuple[str, ...] = ()
-    layers = a.mtp if a.delta is None else int(facts.value("model.mtp_layers") or 0)
+    layers = a.mtp if not a.mixers else int(facts.value("model.mtp_layers") or 0)
     if untrained := layers - bool(facts.value(MTP)):
         note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
     return Review(note, problems)
@@ -45,7 +45,11 @@ def _delta(facts: Facts, a: Architecture) -> Iterator[Problem]:
         why = "Megatron-Core's gated delta nets compute packed samples only without it"
         values = (describe_fact(facts.lookup("megatron.deterministic_mode")),)
         yield Problem("megatron", "--no-deterministic-mode", why, values, choices=("megatron.deterministic_mode",))
-    if facts.value(MTP):
+
+
+def _mtp(facts: Facts, a: Architecture) -> Iterator[Problem]:
+    """Report training of MTP layers that this trainer only copies."""
+    if a.mixers and facts.value(MTP):
         why = f"a {a.family} checkpoint stores its MTP layers outside of the decoder, in a form that this trainer does not train"
         yield Problem("megatron", "no training of MTP layers", why, (describe_fact(facts.lookup("model.mtp_layers")),))
 

@@ -19,6 +19,10 @@ def shapes(entry: Entry, a: Architecture) -> dict[str, Shape]:
         found = ((a.experts.count, a.hidden) if part == "router.weight" else (a.experts.count,),)
     elif part == "shared_experts.gate_weight":
         found = ((1, a.hidden),)
+    elif part.endswith("_latent_proj.weight"):
+        assert a.experts is not None
+        sides = (a.experts.latent, a.hidden)
+        found = (sides if part.startswith("fc1") else sides[::-1],)
     else:
         found = _feed_forward(entry, part, a)
     return dict(zip(entry.checkpoint, found, strict=True))
@@ -30,7 +34,12 @@ def _ends(name: str, a: Architecture) -> tuple[Shape, ...]:
 
 
 def _mixer(entry: Entry, part: str, a: Architecture) -> tuple[Shape, ...]:
-    """Return the shapes of attention, or of a gated delta net."""
+    """Return the shapes of attention, of a gated delta net or of a Mamba-2 mixer."""
+    if (d := a.mamba) is not None and part not in ("linear_qkv.weight", "linear_proj.weight"):
+        if entry.sections:
+            behind = {"conv1d_weight": (1, d.width), "conv1d_bias": ()}.get(part, (a.hidden,))
+            return ((sum(entry.sections[0]), *behind),)
+        return ({"norm.weight": (d.inner,), "out_proj.weight": (a.hidden, d.inner)}.get(part, (d.heads,)),)
     if a.delta is None or part.split(".")[0] not in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj"):
         return _attention(part, a)
     if entry.sections:
@@ -74,15 +83,15 @@ def _attention(part: str, a: Architecture) -> tuple[Shape, ...]:
 
 
 def _feed_forward(entry: Entry, part: str, a: Architecture) -> tuple[Shape, ...]:
-    """Return the shapes of a gated MLP: dense, shared experts, one expert, or all experts in one tensor."""
+    """Return the shapes of an MLP: dense, shared experts, one expert, or all experts in one tensor."""
     first, weight = ".linear_fc1." in f".{part}", part.endswith(".weight")
-    inner = a.ffn
+    inner, outer = a.ffn, a.hidden
     if a.experts is not None and entry.expert is not None:
-        inner = a.experts.ffn
+        inner, outer = a.experts.ffn, a.experts.latent or a.hidden
     elif a.experts is not None and part.startswith("shared_experts."):
         inner = a.experts.shared
     if entry.layout.startswith("stacked"):
         assert a.experts is not None
         sides = (a.hidden, 2 * inner) if first else (inner, a.hidden)
         return ((a.experts.count, *(sides if weight else sides[1:])),)
-    return ((inner, a.hidden), (inner, a.hidden)) if first else ((a.hidden, inner),)
+    return ((inner, outer),) * (2 if a.gated else 1) if first else ((outer, inner),)

@@ -154,7 +154,7 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     e = a.experts
     tensor = [(a.heads, f"{a.heads} attention heads")]
     tensor += [] if a.latent else [(a.kv_heads, f"{a.kv_heads} heads of keys and values")]
-    if not all(a.sparse):
+    if any(kind.feed and not kind.sparse for kind in a.kinds):
         tensor.append((a.ffn, f"{a.ffn} inner units of a dense layer"))
     if e is not None and e.shared:
         tensor.append((e.shared, f"{e.shared} inner units of the shared experts"))
@@ -172,6 +172,7 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
             tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
         )  # fmt: skip
     yield from _delta(s, a)
+    yield from _mamba(s, a)
     yield from _stages(s, a)
     yield from _experts(s, a)
 
@@ -191,6 +192,25 @@ def _delta(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     if s.tp > 1 and not s.sequence and a.experts is None:
         yield Misfit("--sequence-parallel", "Megatron-Core sums the gradient of a gated delta net's norm over tensor-parallel ranks only with it",
                      ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
+
+
+def _mamba(s: Sizes, a: Architecture) -> Iterator[Misfit]:
+    if a.mamba is None or "mamba" not in a.mixers:
+        return
+    d, both = a.mamba, s.tp * s.cp
+    for size, ranks, what, options in (
+        (d.groups, s.tp, "groups of heads", ("tensor_model_parallel_size",)),
+        (d.heads, both, "heads", ("tensor_model_parallel_size", "context_parallel_size")),
+    ):
+        if size % ranks:
+            fit = tuple(n for n in divisors(s.ranks) if not d.groups % n and not d.heads % (n * s.cp))
+            over = " x context" if "context" in options[-1] else ""
+            yield Misfit(f"{size} {what} of Mamba-2 that divide by tensor{over} = {ranks}",
+                         "each rank computes the same number of them, for all tokens", options, fit)  # fmt: skip
+    if not d.groups % s.tp and (groups := d.groups // s.tp) % s.cp and s.cp % groups:
+        fit = tuple(n for n in divisors(s.ranks) if not (groups % n and n % groups) and not d.heads % (n * s.tp))
+        yield Misfit(f"a context-parallel size that divides {groups} groups of heads of Mamba-2, or is a multiple of them",
+                     "context-parallel ranks compute different heads", ("context_parallel_size",), fit)  # fmt: skip
 
 
 def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:

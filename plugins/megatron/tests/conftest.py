@@ -18,6 +18,19 @@ LIKE = {
     "mistral": ("MistralConfig", "llama", {"tie_word_embeddings": False, "sliding_window": None}),
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "deepseek_v3", {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}),
+}
+#: Further families of ``miles_embedded.testing``, and changes of their configuration. Transformers clamps Nemotron-H's time steps, which the
+#: published model does not.
+OTHER = {
+    "bamba": {},
+    "nemotron_h": {"time_step_min": 1e-12},
+    "nemotron_h, dense": {"time_step_min": 1e-12},
+    "nemotron_h, latent": {"time_step_min": 1e-12, "moe_latent_size": 24},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "ernie4_5": {},
+    "olmoe": {},
 }
 
 
@@ -36,6 +49,12 @@ def make_checkpoint(family, directory, **changes):
         # the norm of a delta net's output, which is 0 where a query meets no similar key, would amplify rounding
         config = getattr(transformers, name)(**{**values, "rms_norm_eps": 1e-2, **changes})
         return random_checkpoint(config, directory, biases=0.2)
+    if family in OTHER:
+        import transformers
+
+        name, values = MORE[family.partition(",")[0]]
+        config = getattr(transformers, name)(**{**values, **OTHER[family], **changes})
+        return random_checkpoint(config, directory, biases=0.1)
     if family not in LIKE:
         return tiny_checkpoint(family, directory, **changes)
     import transformers

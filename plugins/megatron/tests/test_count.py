@@ -20,6 +20,8 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
         (PUBLISHED["MIXTRAL_8X7B"], 46.7),
         (PUBLISHED["LLAMA3_8B"], 8.03),
         (PUBLISHED["QWEN3_NEXT_80B"], 79.67),  # without the MTP layer
+        (PUBLISHED["NEMOTRON_3_NANO"], 31.58),
+        (PUBLISHED["NEMOTRON_H_8B"], 8.10),
     ],
 )
 def test_totals_are_the_published_ones(config, billions):

@@ -123,9 +123,10 @@ def test_resuming_continues_to_the_bit(checkpoint, alone, saved):
     assert all(torch.equal(tensor, alone[2][name]) for name, tensor in weights(trainer).items())
 
 
-def test_what_is_exported_is_what_was_loaded_and_then_what_was_trained(with_mtp, tmp_path):
-    """DeepSeek's checkpoints have copies of the embedding and the output layer in the layer, which stay copies."""
-    checkpoint = with_mtp("deepseek_v3", copies=True)
+@pytest.mark.parametrize("chosen", ["deepseek_v3", "glm4_moe_lite"])
+def test_what_is_exported_is_what_was_loaded_and_then_what_was_trained(with_mtp, tmp_path, chosen):
+    """These checkpoints have copies of the embedding and the output layer in the layer, which stay copies."""
+    checkpoint = with_mtp(chosen, copies=True)
     stored = load_file(checkpoint / "model.safetensors")
     trainer = started(checkpoint)
     trainer.export(tmp_path / "same", None)

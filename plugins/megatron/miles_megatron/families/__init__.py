@@ -2,9 +2,9 @@
 
 A family's module has two functions. ``read(config) -> Architecture`` parses ``config.json`` without importing torch.
 ``layer(architecture, m, h, kind)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
-Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. To add a family, write such a module and
-add a line to ``FAMILIES``; ``parts`` has the building blocks that families share. ``tests/test_families.py`` then compares names, counts
-and bytes with the model of Transformers.
+Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. ``NAMES`` lists other names outside of layers than
+Llama's. To add a family, write such a module and add a line to ``FAMILIES``; ``parts`` has the building blocks that families share.
+``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
 
 Checkpoints store an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer ``num_hidden_layers``: a layer like the last
 one, with an additional projection and three norms. Some checkpoints also store copies of the embedding and the output layer there, which
@@ -20,7 +20,7 @@ from typing import Any
 from miles_core.plugin import CheckpointError
 from miles_megatron.architecture import Architecture
 from miles_megatron.config_keys import find_foreign
-from miles_megatron.families.parts import Entry, ends
+from miles_megatron.families.parts import Entry, Names, ends
 
 #: ``model_type`` of a checkpoint -> module of this package.
 FAMILIES = {
@@ -33,7 +33,14 @@ FAMILIES = {
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
     "minimax_m2": "minimax_m2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "ernie4_5": "ernie4_5",
+    "olmoe": "olmoe",
+    "nemotron_h": "nemotron_h",
+    "bamba": "bamba",
     "gpt_oss": "gpt_oss",
     "qwen3_next": "qwen3_next",
     "qwen3_5_text": "qwen3_5",
@@ -42,6 +49,9 @@ FAMILIES = {
 
 #: Families with gated delta nets.
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+#: Families with Mamba-2 mixers.
+MAMBA = ("nemotron_h", "bamba")
 
 #: ``model_type`` of checkpoints whose modules and entries are those of another family.
 SAME = {"kimi_k2": "deepseek_v3"}
@@ -62,6 +72,27 @@ LACKING |= {
     "llama4_text": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
     "deepseek_v32": "attention whose keys an indexer chooses (in the modules that are used here)",
     "glm_moe_dsa": "attention whose keys an indexer chooses (in the modules that are used here)",
+    "granite": "a factor of the output of attention and feed-forward layers (residual_multiplier)",
+    "hyperclovax": "a factor of the output of attention and feed-forward layers (residual_multiplier)",
+    "minicpm3": "a factor of the output of attention and feed-forward layers (scale_depth)",
+    "cohere": "attention and feed-forward layers that read the same norm in parallel",
+    "phimoe": "routing by sparsemixer",
+    "hunyuan_v1_dense": "norms of queries and keys after the rotary embedding",
+    "ministral3": "queries that are multiplied by a factor of their position (llama_4_scaling_beta)",
+    "olmo2": "norms after attention and feed-forward layers instead of before them",
+    "olmo_hybrid": "norms after attention and feed-forward layers instead of before them",
+    "kimi_linear": "delta attention with a decay per channel",
+    "bailing_hybrid": "delta attention with a decay per channel",
+    "lfm2": "short convolutions in place of attention",
+    "falcon_h1": "layers with attention and Mamba-2 in parallel",
+    "mamba": "the first version of Mamba",
+}
+LACKING |= {
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), LACKING["granite"]),
+    "cohere2": LACKING["cohere"],
+    "olmo3": LACKING["olmo2"],
+    **dict.fromkeys(("lfm2_moe", "lfm3"), LACKING["lfm2"]),
+    **dict.fromkeys(("falcon_mamba", "jamba"), LACKING["mamba"]),
 }
 
 
@@ -100,14 +131,15 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 def weights(architecture: Architecture) -> Iterator[Entry]:
     """Yield every tensor of the model in export order: embedding, layers, final norm, output layer, MTP layers."""
-    a, layer = architecture, _module(architecture.family).layer
-    first, last = ends(a)
+    a, module = architecture, _module(architecture.family)
+    layer, names = module.layer, getattr(module, "NAMES", Names())
+    first, last = ends(a, names)
     yield first
     for i in range(a.layers):
-        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.kinds[i])
+        yield from layer(a, f"decoder.layers.{i}", f"{names.layers}.{i}", a.kinds[i])
     yield from last
     for i in range(a.mtp):
-        m, h = f"mtp.layers.{i}", f"model.layers.{a.layers + i}"
+        m, h = f"mtp.layers.{i}", f"{names.layers}.{a.layers + i}"
         for inner, outer in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
             yield Entry(f"{m}.{inner}.weight", (f"{h}.{outer}.weight",))
         yield Entry(f"{m}.eh_proj.weight", (f"{h}.eh_proj.weight",), "plain", 0)

@@ -47,7 +47,7 @@ class Entry:
         return _MATRIX.search(self.name) is not None
 
 
-_MATRIX = re.compile(r"\.(?:linear_\w+|in_proj|out_proj)\.weight$")
+_MATRIX = re.compile(r"\.(?:linear_\w+|in_proj|out_proj|fc\d_latent_proj)\.weight$")
 
 
 def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
@@ -60,7 +60,7 @@ def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
             ".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"
         )
     elif layer:
-        first = {"attention": "linear_qkv", "delta": "in_proj"}[_kind(name, int(layer[1]), architecture).mixer]
+        first = {"attention": "linear_qkv", "none": ""}.get(_kind(name, int(layer[1]), architecture).mixer, "in_proj")
         name = name.replace(".input_layernorm.weight", f".self_attention.{first}.layer_norm_weight")
     if layer and not _kind(name, int(layer[1]), architecture).sparse:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
@@ -72,12 +72,22 @@ def _kind(name: str, layer: int, architecture: Architecture) -> Kind:
     return architecture.mtp_kind if name.startswith("mtp.") else architecture.kinds[layer]
 
 
-def ends(a: Architecture) -> tuple[Entry, list[Entry]]:
+def ends(a: Architecture, names: Names) -> tuple[Entry, list[Entry]]:
     """Return the entry of the embedding, and the entries after the layers: final norm and, unless tied, output layer."""
-    after = [Entry("decoder.final_layernorm.weight", ("model.norm.weight",))]
+    after = [Entry("decoder.final_layernorm.weight", (f"{names.norm}.weight",))]
     if not a.tied:
-        after.append(Entry("output_layer.weight", ("lm_head.weight",), "vocabulary", 0))
-    return Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", 0), after
+        after.append(Entry("output_layer.weight", (f"{names.output}.weight",), "vocabulary", 0))
+    return Entry("embedding.word_embeddings.weight", (f"{names.embedding}.weight",), "vocabulary", 0), after
+
+
+@dataclass(frozen=True)
+class Names:
+    """A checkpoint's names of what is not in a layer, and the prefix of layers."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    output: str = "lm_head"
 
 
 def norms(m: str, h: str) -> Iterator[Entry]:
@@ -86,9 +96,11 @@ def norms(m: str, h: str) -> Iterator[Entry]:
     yield Entry(f"{m}.pre_mlp_layernorm.weight", (f"{h}.post_attention_layernorm.weight",))
 
 
-def attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
-    """Yield the entries of grouped-query attention; queries, keys and values form one matrix, interleaved by query group."""
-    inner, outer = f"{m}.self_attention", f"{h}.self_attn"
+def attention(a: Architecture, m: str, h: str, part: str = "self_attn") -> Iterator[Entry]:
+    """Yield the entries of grouped-query attention; queries, keys and values form one matrix, interleaved by query group.
+
+    part: the checkpoint's name of attention in a layer."""
+    inner, outer = f"{m}.self_attention", f"{h}.{part}"
     for kind, present in (("weight", True), ("bias", a.qkv_bias)):
         if present:
             parts = tuple(f"{outer}.{p}_proj.{kind}" for p in "qkv")
@@ -104,26 +116,26 @@ def attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
         yield Entry(f"{inner}.linear_proj.bias", (f"{outer}.o_proj.bias",))
 
 
-def gated(m: str, names: tuple[str, str, str], expert: int | None = None) -> Iterator[Entry]:
-    """Yield the entries of a gated MLP; ``names`` are the checkpoint's prefixes of gate, up and down."""
-    gate, up, down = (f"{name}.weight" for name in names)
-    yield Entry(f"{m}.linear_fc1.weight", (gate, up), "gate_up", 0, expert)
+def projections(m: str, names: tuple[str, ...], expert: int | None = None) -> Iterator[Entry]:
+    """Yield the entries of an MLP; ``names`` are the checkpoint's prefixes of gate, up and down, or without a gate of up and down."""
+    *first, down = (f"{name}.weight" for name in names)
+    yield Entry(f"{m}.linear_fc1.weight", tuple(first), "gate_up" if len(first) == 2 else "plain", 0, expert)
     yield Entry(f"{m}.linear_fc2.weight", (down,), "plain", 1, expert)
 
 
 def mlp(m: str, h: str) -> Iterator[Entry]:
     """Yield the entries of a dense layer's MLP."""
-    yield from gated(f"{m}.mlp", (f"{h}.mlp.gate_proj", f"{h}.mlp.up_proj", f"{h}.mlp.down_proj"))
+    yield from projections(f"{m}.mlp", (f"{h}.mlp.gate_proj", f"{h}.mlp.up_proj", f"{h}.mlp.down_proj"))
 
 
-def experts(a: Architecture, m: str, h: str, parts: tuple[str, str, str], correction: str = "") -> Iterator[Entry]:
+def experts(a: Architecture, m: str, h: str, parts: tuple[str, ...], correction: str = "") -> Iterator[Entry]:
     """Yield the entries of a router at ``h.gate`` and of experts at ``h.experts.N``.
 
     Args:
         a: the architecture.
         m: prefix of the layer in Megatron-Core.
         h: prefix of the MoE block in the checkpoint.
-        parts: the checkpoint's names of gate, up and down.
+        parts: the checkpoint's names of gate, up and down, or of up and down.
         correction: name of the router's correction bias in the checkpoint; empty for ``h.gate.e_score_correction_bias``.
     """
     assert a.experts is not None
@@ -131,16 +143,30 @@ def experts(a: Architecture, m: str, h: str, parts: tuple[str, str, str], correc
     if a.experts.correction:
         yield Entry(f"{m}.mlp.router.expert_bias", (correction or f"{h}.gate.e_score_correction_bias",))
     for e in range(a.experts.count):
-        one, two, three = (f"{h}.experts.{e}.{part}" for part in parts)
-        yield from gated(f"{m}.mlp.experts.local_experts.{e}", (one, two, three), e)
-
-
-def shared(a: Architecture, m: str, h: str) -> Iterator[Entry]:
-    """Yield the entries of the shared experts, if the model has any."""
-    assert a.experts is not None
-    if a.experts.shared:
-        yield from gated(f"{m}.mlp.shared_experts", (f"{h}.gate_proj", f"{h}.up_proj", f"{h}.down_proj"))
+        names = tuple(f"{h}.experts.{e}.{part}" for part in parts)
+        yield from projections(f"{m}.mlp.experts.local_experts.{e}", names, e)
 
 
 #: The names of gate, up and down in most families.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def shared(a: Architecture, m: str, h: str, parts: tuple[str, ...] = PROJECTIONS) -> Iterator[Entry]:
+    """Yield the entries of the shared experts, if the model has any. parts: as for ``experts``."""
+    assert a.experts is not None
+    if a.experts.shared:
+        yield from projections(f"{m}.mlp.shared_experts", tuple(f"{h}.{part}" for part in parts))
+
+
+def mamba(a: Architecture, m: str, h: str) -> Iterator[Entry]:
+    """Yield the entries of a Mamba-2 mixer; ``h`` is its prefix in the checkpoint. The first projection yields gate, x, B, C and steps."""
+    assert a.mamba is not None
+    d, inner = a.mamba, f"{m}.self_attention"
+    joined = (d.inner, d.shared, d.shared)
+    first = (d.inner, *joined, d.heads)
+    yield Entry(f"{inner}.in_proj.weight", (f"{h}.in_proj.weight",), "sections", 0, sections=(first,))
+    for name in ("weight", "bias"):
+        yield Entry(f"{inner}.conv1d_{name}", (f"{h}.conv1d.{name}",), "sections", 0, sections=(joined,))
+    for name in ("A_log", "D", "dt_bias", "norm.weight"):
+        yield Entry(f"{inner}.{name}", (f"{h}.{name}",), "plain", 0)
+    yield Entry(f"{inner}.out_proj.weight", (f"{h}.out_proj.weight",), "plain", 1)

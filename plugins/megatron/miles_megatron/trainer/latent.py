@@ -1,4 +1,4 @@
-"""Gradients of latent attention's rotary keys under tensor parallelism, with Megatron-Core's local modules.
+"""Latent attention: the epsilon of its norms, and gradients of its rotary keys under tensor parallelism with Megatron-Core's local modules.
 
 All heads share one rotary key per token (DeepSeek-V2, section 2.1.3), so its gradient is the sum over the heads of all tensor-parallel
 ranks. The local modules split the projection that computes it; Megatron-Core gathers its output, and the backward pass of that gather keeps
@@ -16,6 +16,19 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 Output = tuple[Tensor, Tensor | None]
+
+
+def set_norm_epsilon(chunk: nn.Module, epsilon: float) -> None:
+    """Set the epsilon of the norms inside latent attention, which Megatron-Core builds with that of the other norms.
+
+    TransformerEngine's modules fuse these norms into the projections that follow them."""
+    for module in chunk.modules():
+        if not hasattr(module, "linear_kv_down_proj"):
+            continue
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            inner: Any = getattr(module, name, None)
+            if hasattr(inner, "eps"):
+                inner.eps = epsilon
 
 
 def sum_rotary_gradients(chunk: nn.Module) -> None:

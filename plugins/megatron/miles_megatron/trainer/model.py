@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -26,12 +28,13 @@ from torch import nn
 from torch.nn.functional import silu
 
 from miles_core.plugin import ConfigError
-from miles_megatron.architecture import Architecture, Mixer
+from miles_megatron.architecture import Architecture, Kind
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.delta import delta_spec
-from miles_megatron.trainer.latent import sum_rotary_gradients
+from miles_megatron.trainer.latent import set_norm_epsilon, sum_rotary_gradients
+from miles_megatron.trainer.mamba import mamba_spec
 from miles_megatron.trainer.norm import CentredNorm, WholeNorm
 
 #: Option that makes TransformerEngine's layers accumulate weight gradients in place. It is not passed to Megatron-Core, whose own layers
@@ -67,8 +70,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "qk_layernorm": bool(a.qk_norm or a.latent),
         "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
-        "gated_linear_unit": True,
-        "activation_func": silu,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": dtype,
@@ -85,6 +86,8 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_experts(a, engine),
         **_latent(a),
         **_delta(a),
+        **_mamba(a),
+        **_rotary_and_mlp(a),
         **_windows(a),
         **_fusions(a, engine),
         **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
@@ -110,10 +113,20 @@ def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
     if not engine:
         return {}
     return {
-        "bias_activation_fusion": True,
+        "bias_activation_fusion": a.gated,
         "bias_dropout_fusion": not a.mlp_bias,
-        "apply_rope_fusion": a.latent is None and not _yarn(a),
+        "apply_rope_fusion": a.latent is None and not _yarn(a) and not a.rotary.interleaved,
         "moe_permute_fusion": a.experts is not None,
+    }
+
+
+def _rotary_and_mlp(a: Architecture) -> dict[str, Any]:
+    skipped = [int(skips) for skips in a.rotary.skipped]
+    return {
+        "rotary_interleaved": a.rotary.interleaved,
+        "no_rope_freq": skipped if any(skipped) else None,
+        "gated_linear_unit": a.gated,
+        "activation_func": silu if a.gated else squared_relu,
     }
 
 
@@ -187,6 +200,7 @@ def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
         "moe_router_enable_expert_bias": e.correction,
         "moe_router_num_groups": e.groups if e.groups > 1 else None,
         "moe_router_group_topk": e.top_groups if e.groups > 1 else None,
+        "moe_latent_size": e.latent or None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
@@ -239,6 +253,19 @@ def _delta(a: Architecture) -> dict[str, Any]:
     }
 
 
+def _mamba(a: Architecture) -> dict[str, Any]:
+    d = a.mamba
+    if d is None:
+        return {}
+    return {
+        "mamba_num_heads": d.heads,
+        "mamba_head_dim": d.head_size,
+        "mamba_num_groups": d.groups,
+        "mamba_state_dim": d.state,
+        "hetereogenous_dist_checkpoint": True,
+    }
+
+
 def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) -> Any:
     """Return Megatron-Core's specification of the layers of a chunk. stage: its virtual pipeline stage, or None."""
     engine = has_transformer_engine()
@@ -254,23 +281,28 @@ def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) ->
         elif a.centred and not engine:
             attention.q_layernorm = attention.k_layernorm = CentredNorm
     first = get_transformer_layer_offset(config, vp_stage=stage)
-    spec.layer_specs = [_mixed(a, layer, a.kinds[first + i].mixer) for i, layer in enumerate(spec.layer_specs)]
+    spec.layer_specs = [_mixed(a, layer, a.kinds[first + i]) for i, layer in enumerate(spec.layer_specs)]
     if a.centred and not engine:
         spec.layer_norm = CentredNorm
     return spec
 
 
-def _mixed(a: Architecture, layer: Any, mixer: Mixer) -> Any:
-    """Return the specification of a layer with this mixer and the model's norms. layer: specification of one that attends."""
+def _mixed(a: Architecture, layer: Any, kind: Kind) -> Any:
+    """Return the specification of a layer of this kind with the model's norms. layer: specification of one that attends."""
     changes: dict[str, Any] = {}
     engine = has_transformer_engine()
-    if mixer == "delta":
+    if kind.mixer == "delta":
         changes["self_attention"] = delta_spec(layer.submodules.self_attention, TENorm if engine else WrappedTorchNorm)
-    if (
-        mixer != "attention"
-    ):  # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
+    if kind.mixer == "mamba":
+        changes["self_attention"] = mamba_spec(a, layer.submodules.self_attention)
+    if kind.mixer in ("delta", "mamba"):
+        # checkpoints name the first norm like TransformerEngine, which has it in the first linear layer
         names = layer.submodules.sharded_state_dict_keys_map
         changes["sharded_state_dict_keys_map"] = {k: v.replace("linear_qkv.", "in_proj.") for k, v in names.items()}
+    if kind.mixer == "none":
+        changes |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    if not kind.feed:
+        changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     if a.centred and not engine:
         changes |= {"input_layernorm": CentredNorm, "pre_mlp_layernorm": CentredNorm}
     return replace(layer, submodules=replace(layer.submodules, **changes)) if changes else layer
@@ -299,13 +331,15 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=a.tied,
-            position_embedding_type="yarn" if _yarn(a) else "rope",
+            position_embedding_type="yarn" if _yarn(a) else "rope" if a.rotary.share else "none",
             rotary_percent=a.rotary.share,
             rotary_base=int(a.rotary.base),
             rope_scaling=scaling.get("rope_type") == "llama3",
             rope_scaling_factor=float(scaling.get("factor", 8.0)),
             vp_stage=stage,
         )
+        if a.latent is not None:
+            set_norm_epsilon(chunk, a.latent.epsilon)
         if a.latent is not None and s.tp > 1 and s.sequence and not has_transformer_engine():
             sum_rotary_gradients(chunk)
         chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)

@@ -31,6 +31,7 @@ from miles_core.trainer import MtpRequest, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.context import gather_over_context, sum_over_context
+from miles_megatron.trainer.latent import set_norm_epsilon
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import block_spec, has_transformer_engine
 from miles_megatron.trainer.optimizer import Optimizer
@@ -61,6 +62,8 @@ class Layer(MegatronModule):
             get_mtp_layer_spec(block, has_transformer_engine()).submodules,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+        if a.latent is not None:
+            set_norm_epsilon(self.layer, a.latent.epsilon)
         if torch.cuda.is_available():
             self.cuda()
 

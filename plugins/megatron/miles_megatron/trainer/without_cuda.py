@@ -76,7 +76,7 @@ def _replace_calls() -> None:
 @cache
 def adapt_modules() -> None:
     """Patch Megatron-Core's modules for the CPU: random-number states, split sizes for gloo, norms with sequence parallelism, optimizer
-    step counts, and in-place additions. Call it after the process groups exist; does nothing if CUDA is available."""
+    step counts, in-place additions, and projections around experts. Call it after the process groups exist; does nothing if CUDA is available."""
     if torch.cuda.is_available():
         return
     from megatron.core.tensor_parallel import random
@@ -91,6 +91,7 @@ def adapt_modules() -> None:
     _mark_norm_parameters()
     _handle_step_counts()
     _clone_reduced_tensors()
+    _replace_latent_projections()
 
 
 def _convert_split_sizes() -> None:
@@ -130,6 +131,16 @@ def _clone_reduced_tensors() -> None:
     function: Any = mappings._ReduceFromModelParallelRegion
     original = function.forward
     function.forward = staticmethod(lambda ctx, *arguments: original(ctx, *arguments).clone())
+
+
+def _replace_latent_projections() -> None:
+    """Build the projections around experts in torch; Megatron-Core has them in TransformerEngine only."""
+    from megatron.core.transformer.moe import moe_layer
+
+    from miles_megatron.trainer.duplicated import DuplicatedLinear
+
+    layer: Any = moe_layer
+    layer.HAVE_TE, layer.TELinear = True, DuplicatedLinear
 
 
 def _mark_norm_parameters() -> None:
