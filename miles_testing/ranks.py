@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import io
@@ -37,8 +36,9 @@ from typing import Any
 
 #: Seconds to wait for the errors of other ranks after one failed, and for the stacks of ranks that timed out.
 _GRACE = 1.0
-#: Threads of a rank's process above which it collects garbage after a call.
-_THREADS = 100
+#: Threads of a process above which the next call gets a new one. Groups of Megatron-Core's trainers are never released, and each has threads
+#: that poll: with 560 of them an idle process takes a third of a core.
+_THREADS = 300
 
 
 class RankError(AssertionError):
@@ -74,6 +74,8 @@ class Ranks:
             RankError: a rank raised (with its traceback), died or timed out (with its stack). All processes are ended, and the next
                 call starts new ones.
         """
+        if any(worker.count_threads() > _THREADS for worker in self._workers):
+            self.close(keep=True)
         while len(self._workers) < size:
             self._workers.append(_Worker(self._directory / f"stack-{len(self._workers)}"))
         workers = self._workers[:size]
@@ -143,6 +145,10 @@ class _Worker:
         self._process.join(_GRACE)
         return self._process.exitcode
 
+    def count_threads(self) -> int:
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        return len(os.listdir(tasks)) if tasks.is_dir() else 0
+
     def stack(self) -> str:
         return self._stack.read_text() if self._stack.exists() else "(still starting)"
 
@@ -193,19 +199,10 @@ def _call(message: bytes, stack: io.TextIOWrapper) -> bytes:
             return _dumps((True, function(*args)))
         finally:
             dist.destroy_process_group()
-            _release_groups()
     except Exception:
         return pickle.dumps((False, traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _release_groups() -> None:
-    """Collect the groups of earlier calls that are garbage in cycles, if this process has many threads: every group has threads that poll. A
-    run excludes its objects from collection (``freeze_gc``)."""
-    if sys.platform == "linux" and len(os.listdir("/proc/self/task")) > _THREADS:
-        gc.unfreeze()
-        gc.collect()
 
 
 def _end_with_parent() -> None:
