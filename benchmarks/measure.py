@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -117,10 +118,10 @@ class Side(Protocol):
 
 
 def alternate(workers: Sequence[Side], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
-    """``turns`` measured turns of each, A B A B ..., after ``warm_up`` unmeasured ones."""
+    """``turns`` measured turns of each, A B B A ..., after ``warm_up`` unmeasured ones."""
     reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
     for number in range(warm_up + turns):
-        for worker in workers:
+        for worker in workers[::-1] if number % 2 else workers:
             report = worker.turn()
             if number >= warm_up:
                 reports[worker.name].append(report)
@@ -133,6 +134,14 @@ def medians(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Median of every number the reports share."""
     names = [n for n in reports[0] if all(n in r for r in reports)]
     return {name: round(statistics.median(r[name] for r in reports), 4) for name in names}
+
+
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The order statistics that hold the median in 95 % of samples (normal approximation of the binomial)."""
+    ordered = sorted(values)
+    reach = 1.96 * math.sqrt(len(ordered)) / 2
+    low, high = math.floor(len(ordered) / 2 - reach), math.ceil(len(ordered) / 2 + reach)
+    return [ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]]
 
 
 def spread(reports: Sequence[Mapping[str, float]]) -> list[float]:

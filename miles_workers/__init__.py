@@ -8,7 +8,8 @@ lost workers (``runtime``). Only plain data and bytes are sent between processes
 (``weight_block``) unless a plugin has another transport. Rollout workers send requests straight to engines
 (``direct_engines``) and read prompts from files (``prompt_rows``), and their samples stay where they were produced until a rank reads them
 (``object_ref``, ``remote_sample``, ``sample_list``), or the process that saves them (``object_reader``). Attributes of samples travel once per group
-(``packed_column``). What training recorded for each token stays with the rank (``remote_tokens``).
+(``packed_column``). What training recorded for each token stays with the rank (``remote_tokens``). An engine on top of another program is a
+``program_engine``.
 """
 
 from typing import TYPE_CHECKING
@@ -17,12 +18,14 @@ from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_workers.engine_worker import EngineWorker
+    from miles_workers.inflight import next_number
     from miles_workers.local_process import LocalProcess, ProcessEnded, process_state, uses_cpu
     from miles_workers.object_reader import ObjectReader, ReaderEnded, load_function, make_answer
     from miles_workers.object_ref import ObjectRef, Stored
     from miles_workers.output import last_lines, worker_name, write_there
+    from miles_workers.program_engine import ProgramEngine
     from miles_workers.rank_worker import RankWorker
-    from miles_workers.renewal import EngineLost, Renewal
+    from miles_workers.renewal import EngineLost
     from miles_workers.restarts import Restarts
     from miles_workers.rollout_worker import RolloutWorker
     from miles_workers.runtime import RemoteRuntime
@@ -38,10 +41,10 @@ __all__ = [
     "ObjectReader",
     "ObjectRef",
     "ProcessEnded",
+    "ProgramEngine",
     "RankWorker",
     "ReaderEnded",
     "RemoteRuntime",
-    "Renewal",
     "Restarts",
     "RolloutWorker",
     "Routing",
@@ -53,6 +56,7 @@ __all__ = [
     "last_lines",
     "load_function",
     "make_answer",
+    "next_number",
     "process_state",
     "short_of_memory",
     "uses_cpu",
@@ -73,7 +77,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.runtime": "RemoteRuntime",
         "miles_workers.served_model": "ROUTED_EXPERTS Routing language_config",
         "miles_workers.worker": "WorkerSpec Worker",
-        "miles_workers.renewal": "EngineLost Renewal",
+        "miles_workers.inflight": "next_number",
+        "miles_workers.program_engine": "ProgramEngine",
+        "miles_workers.renewal": "EngineLost",
         "miles_workers.restarts": "Restarts",
         "miles_workers.workers": "Workers short_of_memory",
     },

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.engine.checkpoints import SIZES, VOCABULARY, make_model
 from benchmarks.measure import finish, installed, options
@@ -58,10 +59,11 @@ async def through(engine: VllmEngine, requests: Sequence[Request]) -> float:
     return time.perf_counter() - started
 
 
-def units(model: Any) -> Iterator[Encoded]:
-    """Yield the tensors of a model as units of a sync."""
-    for name, parameter in model.named_parameters():
-        yield Encoded(name, {name: parameter.detach()})
+def units(checkpoint: Path, model: Any) -> Iterator[Encoded]:
+    """Yield the tensors of a checkpoint as units of a sync, on the device and in the dtype of the model."""
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(file, device=str(model.device)).items():
+            yield Encoded(name, {name: tensor.to(model.dtype)})
 
 
 async def measure(given: Any, checkpoint: Path, engine: VllmEngine) -> dict[str, Any]:
@@ -74,7 +76,7 @@ async def measure(given: Any, checkpoint: Path, engine: VllmEngine) -> dict[str,
     syncs = []
     for version in range(4):
         started = time.perf_counter()
-        await engine.update_weights(units(model), version)
+        await engine.update_weights(units(checkpoint, model), version)
         syncs.append(time.perf_counter() - started)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, VOCABULARY, (given.requests, given.prompt), generator=draw).tolist()

@@ -3,7 +3,7 @@
 The task: a prompt is a row of digits, and the answer their running sums modulo 10, so a wrong digit spoils what follows. A random
 mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO, whose reward is the share of digits before the
 first wrong one (``--reward exact``: 1 for the whole answer, else 0). There is no KL term; ``--updates`` optimizer steps per rollout and the
-learning rates ``--lr`` decide how stable the run is, and ``collapse_search.py`` looks for a setting in which FP8 alone decides. Arms
+learning rates ``--lr`` decide how stable the run is (``docs/decisions/0012-exact-log-probs.md`` has a setting in which FP8 alone decides). Arms
 differ in the engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the
 seed of the samples. Arm ``bf16`` has no number format: what it loses, no correction of a rounded rollout can win back.
 

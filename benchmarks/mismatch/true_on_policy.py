@@ -32,8 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.measure import ROOT, Worker, finish, installed, medians, options, spread
-from benchmarks.training.r3_overhead import median_interval
+from benchmarks.measure import ROOT, Worker, finish, installed, median_interval, medians, options, spread
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate

@@ -1,4 +1,4 @@
-"""One GRPO step of miles against TRL's GRPOTrainer: same checkpoint, prompts, reward and machine, taking turns.
+r"""One GRPO step of miles against TRL's GRPOTrainer: same checkpoint, prompts, reward and machine, taking turns.
 
 64 prompts x 8 samples, at most 16 new tokens, FP32, one optimiser step on all 512 samples, no KL term. Each side runs its
 own real training loop in its own process and is held between two steps. A turn is some complete steps, the first of them not counted:
@@ -12,6 +12,21 @@ template, ``--prompts-a-step 16`` of them on a small machine.
 
 ``--gpu dense`` (or ``moe``) is the same comparison on a GPU in BF16: a random model of ``sglang_engine.py``, 32 prompts of 64 tokens x 8
 samples of 256 tokens. Both sides stay on the GPU while the other one works, and TRL generates with Transformers.
+
+``--plugins`` and ``--also`` are further sides of miles, ``--flags`` go to all of them, and ``--no-trl`` leaves TRL out. ``times_bare`` is the median
+over the turns of a side's seconds relative to those of miles without plugins, with its 95 % interval (order statistics; no distribution is
+assumed). What routing replay costs, on a CPU, and with SGLang next to the embedded trainer:
+
+    python benchmarks/training/grpo_step.py --no-trl --plugins r3 --turns 60 --steps-a-turn 1 --variant r3 --save
+    python benchmarks/training/grpo_step.py --no-trl --gpu moe --plugins tis,r3 --turns 40 --steps-a-turn 1 --micro-batch 16384 --variant r3 --save \
+        --flags "--plugins tis --engine sglang --rollout-max-context-len 328 --sglang-attention-backend triton --sglang-sampling-backend pytorch
+            --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2
+            --sglang-max-total-tokens 100000 --sglang-sleep-on-idle"
+
+and what emulated number formats cost:
+
+    python benchmarks/training/grpo_step.py --no-trl --plugins --steps-a-turn 1 --variant formats --save \
+        --also "--rollout-fp8 --emulate-precision" "--rollout-fp8 --train-fp8 --emulate-precision"
 """
 
 from __future__ import annotations
@@ -22,10 +37,22 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
+from benchmarks.measure import (
+    Reporter,
+    Steps,
+    Worker,
+    alternate,
+    finish,
+    installed,
+    median_interval,
+    medians,
+    options,
+    spread,
+)
 
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
 #: The same on a GPU.
@@ -196,13 +223,15 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         common += ["--gpu", given.gpu] if given.gpu else []
         common += ["--micro-batch", str(given.micro_batch)]
         here = str(Path(__file__).resolve())
-        commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
-        for plugins in given.plugins:
-            commands[f"miles {plugins}"] = [*commands["miles"], f"--worker-flags=--plugins {plugins}"]
-        for flags in given.also:
-            commands[f"miles {flags}"] = [*commands["miles"], f"--worker-flags={flags}"]
-        extra = ["--trl-experts", given.trl_experts, "--trl-batch", str(given.trl_batch)]
-        commands["trl"] = [given.trl_python, here, "--worker", "trl", *common, *extra]
+        flags = {"miles": "", **{f"miles {p}": f"--plugins {p}" for p in given.plugins}}
+        flags |= {f"miles {more}": more for more in given.also}
+        commands = {
+            name: [sys.executable, here, "--worker", "miles", *common, f"--worker-flags={given.flags} {more}"]
+            for name, more in flags.items()
+        }
+        if not given.no_trl:
+            extra = ["--trl-experts", given.trl_experts, "--trl-batch", str(given.trl_batch)]
+            commands["trl"] = [given.trl_python, here, "--worker", "trl", *common, *extra]
         workers = [Worker(name, command, given.threads) for name, command in commands.items()]
         try:
             reports = alternate(workers, given.turns, given.warm_up)
@@ -210,7 +239,12 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
             for worker in workers:
                 worker.close()
         sides = {name: medians(r) | {"range": spread(r)} for name, r in reports.items()}
-        trl = sides["trl"]["seconds"]
+        found: dict[str, Any] = {
+            "times_bare": {n: times(r, reports["miles"]) for n, r in reports.items() if n != "miles"}
+        }
+        if not given.no_trl:
+            trl = sides["trl"]["seconds"]
+            found["times_faster_than_trl"] = {n: round(trl / s["seconds"], 2) for n, s in sides.items() if n != "trl"}
         return {
             "workload": {
                 "prompts": given.prompts_a_step,
@@ -221,11 +255,18 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
                 "threads": given.threads,
                 "turns": given.turns,
                 "steps_a_turn": given.steps_a_turn,
+                "flags": given.flags,
             },
             "sides": sides,
-            "times_faster_than_trl": {n: round(trl / s["seconds"], 2) for n, s in sides.items() if n != "trl"},
+            **found,
             "worker_versions": {w.name: w.hello["versions"] for w in workers if w.name in ("miles", "trl")},
         }
+
+
+def times(reports: Sequence[dict[str, float]], bare: Sequence[dict[str, float]]) -> list[float]:
+    """Median of the ratios turn by turn, and its 95 % interval."""
+    ratios = [own["seconds"] / other["seconds"] for own, other in zip(reports, bare, strict=True)]
+    return [round(value, 4) for value in (statistics.median(ratios), *median_interval(ratios))]
 
 
 def main() -> None:
@@ -236,6 +277,9 @@ def main() -> None:
     plugins = ["r3,tis", "cpu_kernels", "cpu_kernels,r3,tis"]
     parser.add_argument("--plugins", nargs="*", default=plugins, help="plugin sets to measure beside the bare loop")
     parser.add_argument("--also", nargs="*", default=[], help="sets of further flags of miles train to measure")
+    parser.add_argument("--flags", default="", help="flags of every side of miles")
+    parser.add_argument("--no-trl", action="store_true", help="compare only sides of miles")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")
@@ -259,7 +303,8 @@ def main() -> None:
         work_with_trl(given, Reporter())
     else:
         result = compare(given)
-        finish("grpo_step", result, given.save, lambda: installed("miles-core"), given.gpu)
+        variant = "-".join(part for part in (given.variant, given.gpu) if part)
+        finish("grpo_step", result, given.save, lambda: installed("miles-core"), variant)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,83 @@
-"""The function of a process that encodes and writes samples, so that the training loop does not wait for it. It imports neither torch nor a
-tokenizer."""
+"""The function of a process that encodes and writes samples, so that the training loop does not wait for it. It reads those that stayed where
+they were produced. It imports neither torch nor a tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from miles_core.errors import MilesError
-from miles_tools.samples.rows import JoinedRows, pack
-from miles_workers.object_reader import ReaderEnded
+import numpy as np
 
-#: Number of tokens for which another writer process is started.
-SHARE = 1 << 17
-#: Makes the function of the processes.
-WRITER = "miles_tools.samples.process:PartWriter"
-
-
-@dataclass(frozen=True)
-class Message:
-    """Rows to write to one file.
-
-    Attributes:
-        path: the file.
-        rows: the samples.
-        pieces: texts of tokens that no earlier message contained, by token id.
-        secrets: texts to remove.
-    """
-
-    path: Path
-    rows: JoinedRows
-    pieces: dict[int, str]
-    secrets: Sequence[str]
+from miles_tools.samples.files import MEDIA
+from miles_tools.samples.rows import (
+    JoinedRows,
+    Pieces,
+    RecordedTokens,
+    Row,
+    make_row,
+    pack,
+    response_of,
+    store_media,
+)
+from miles_workers.remote_sample import StoredGroup, unpack_run
+from miles_workers.remote_tokens import RemoteTokens, StoredTokens
 
 
-class PartWriter:
-    """Call it with a ``Message`` to write its file."""
+class _Values:
+    """Recorded values that were sent with the reference to the sample."""
+
+    def __init__(self, log_probs: np.ndarray | None, advantages: np.ndarray | None) -> None:
+        self.log_probs, self.advantages = log_probs, advantages
+
+
+class RowWriter:
+    """Call it with (file, step, entries, secrets): it returns the tokens whose texts it needs, or None when the file is complete. Call
+    it with the texts of these tokens then, which completes the file. It does not hold samples longer."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, str] = {}
+        self._pieces = Pieces(None)
+        self._waiting: tuple[Path, list[Row], Sequence[str]] | None = None
 
-    def __call__(self, message: Message) -> None:
-        """Raises OSError if the file cannot be written."""
-        self._pieces |= message.pieces
-        message.path.write_bytes(pack(message.rows.split(), self._pieces, message.secrets))
+    def __call__(self, message: Any) -> list[int] | None:
+        """Handle a message. Raises OSError if the file cannot be written, DataError if samples cannot be read."""
+        if isinstance(message, dict):
+            self._pieces.update(message)
+            assert self._waiting is not None
+            job, self._waiting = self._waiting, None
+            self._write(*job)
+            return None
+        path, step, entries, secrets = message
+        groups: dict[int, StoredGroup] = {}
+        tokens: dict[int, StoredTokens] = {}
+        rows: list[Row] = []
+        for entry in entries:
+            joined = isinstance(entry, JoinedRows)
+            rows += entry.split() if joined else _read(step, entry, groups, tokens, path.parents[1] / MEDIA)
+        unknown = self._pieces.take_unknown(np.concatenate([response_of(row) for row in rows]))
+        if unknown:
+            self._waiting = path, rows, secrets
+            return unknown
+        self._write(path, rows, secrets)
+        return None
+
+    def _write(self, path: Path, rows: Sequence[Row], secrets: Sequence[str]) -> None:
+        path.write_bytes(pack(rows, self._pieces, secrets))
 
 
-@contextmanager
-def name_failures() -> Iterator[None]:
-    """Context in which errors of processes that save samples become a MilesError that names them. An OSError is passed on."""
-    try:
-        yield
-    except ReaderEnded as ended:
-        raise MilesError(
-            f"the process that saves samples {ended}; resume the run, or resume it with --no-save-rollouts"
-        ) from ended
-    except MilesError as error:
-        raise MilesError(f"the process that saves samples failed: {error}") from error
+def _read(
+    step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens], media: Path
+) -> list[Row]:
+    """Convert the samples that ``writers`` refers to, and store their images in ``media``. groups, tokens: those of the message, by the
+    identity of their object reference."""
+    run, recorded, data_set = entry
+    samples = unpack_run(run, groups)
+    store_media(media, samples)
+    trained: list[RecordedTokens | None] = [None] * len(samples)
+    if isinstance(recorded, tuple):
+        stored, first = recorded
+        values = tokens.setdefault(id(stored), StoredTokens(stored))
+        trained = [RemoteTokens(values, first + number) for number in range(len(samples))]
+    elif recorded is not None:
+        trained = [_Values(*each) for each in recorded]
+    return [make_row(step, sample, seen, data_set) for sample, seen in zip(samples, trained, strict=True)]

@@ -173,7 +173,7 @@ class JoinedRows:
         return cls([to_json(row.plain) for row in rows], columns, [row.response_length for row in rows])
 
     def split(self) -> list[Row]:
-        """Return the rows, as of ``as_text``."""
+        """Return the rows, each with the JSON text of its plain entries as the entry ""."""
         columns: list[dict[str, np.ndarray | None]] = [{} for _ in self.texts]
         for name, (lengths, values) in self.columns.items():
             at = 0
@@ -181,11 +181,6 @@ class JoinedRows:
                 column[name] = None if length is None else values[at : at + length]
                 at += length or 0
         return [Row({"": t}, c, n) for t, c, n in zip(self.texts, columns, self.response_lengths, strict=True)]
-
-
-def as_text(row: Row) -> Row:
-    """Return the row with the JSON text of its plain entries, which can be sent to another process."""
-    return Row({"": to_json(row.plain)}, row.columns, row.response_length)
 
 
 def pack(rows: Sequence[Row], pieces: Mapping[int, str], secrets: Sequence[str]) -> bytes:

@@ -1,5 +1,5 @@
 """Saves the samples of each step. Large steps are encoded by other processes while the run continues; samples that stay where they were
-produced are read there (``remote``)."""
+produced are read there (``writers``)."""
 
 from __future__ import annotations
 
@@ -9,33 +9,17 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
-from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, join_parts, part_files, read_file, rollout_files
-from miles_tools.samples.process import SHARE, WRITER, Message, name_failures
-from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
-from miles_tools.samples.rows import (
-    JoinedRows,
-    Pieces,
-    Row,
-    count_tokens,
-    divide,
-    forget_media,
-    make_row,
-    pack,
-    response_of,
-    store_media,
-)
-from miles_workers.object_reader import LocalReader
-from miles_workers.remote_sample import RemoteSample, is_reference
+from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, read_file, rollout_files
+from miles_tools.samples.rows import Pieces, Row, forget_media, pack, response_of, store_media
+from miles_tools.samples.writers import Entry, Writers, make_entries
+from miles_workers.remote_sample import is_reference
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -44,10 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Steps of at most this many tokens are written by the driver itself, which takes less time than a process takes to start.
 SMALL = 1 << 12
-#: Maximum number of writer processes of each kind. One encodes about 300,000 tokens per second.
+#: Maximum number of writer processes. One encodes about 300,000 tokens per second.
 WRITERS = 8
-#: Number of samples that are prepared before the event loop continues with other tasks.
-_AT_ONCE = 16
 #: Number of the newest files of each kind that a resumed run reads: those that a power loss may have damaged.
 CHECKED = 4
 
@@ -66,14 +48,12 @@ class SampleSaver:
     """
 
     def __init__(self, run_dir: Path, tokenizer: Any, limit: int | None, writers: int = WRITERS) -> None:
-        self.run_dir, self.limit, self.writers = run_dir, limit, writers
+        self.run_dir, self.limit = run_dir, limit
         self._existed = self.run_dir.is_dir()
         self._pieces = Pieces(tokenizer)
         self._sizes: dict[tuple[int, str], int] = {}
         self._limit_logged = self._checked = False
-        self._processes: list[LocalReader] = []
-        self._sent: list[int] = []  # numbers of token texts that each process has received
-        self._remote = RemoteWriters(self._pieces, writers)
+        self._writers = Writers(self._pieces, writers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._pending: Future[None] | None = None
         self._turn = asyncio.Lock()
@@ -98,23 +78,16 @@ class SampleSaver:
             listed = [*samples]
             if shown := [sample for sample, _, _ in listed if not is_reference(sample) and sample.media]:
                 self._store_media(shown, step)
-            if any(type(sample) is RemoteSample for sample, _, _ in listed):
-                self._remote.texts.loop = asyncio.get_running_loop()
-                entries = await make_entries(step, listed)
-                self._pending = self._thread.submit(self._save_remote, kind, step, entries)
-                return
-            rows: list[Row] = []
-            left = iter(listed)
-            while some := [make_row(step, *sample) for sample in islice(left, _AT_ONCE)]:
-                self._pieces.add(np.concatenate([response_of(row) for row in some]))
-                rows += some
-                await asyncio.sleep(0)
-            if (
-                sum(map(count_tokens, rows)) <= SMALL
-            ):  # a thread would take the interpreter lock from the next step for longer
+            entries = await make_entries(step, listed)
+            rows = [entry for entry, _ in entries if isinstance(entry, Row)]
+            if len(rows) == len(entries) and sum(size for _, size in entries) <= SMALL:
+                # a thread would take the interpreter lock from the next step for longer
+                for row in rows:
+                    self._pieces.add(response_of(row))
                 self.save(kind, step, rows)
             else:
-                self._pending = self._thread.submit(self.save, kind, step, rows)
+                self._writers.texts.loop = asyncio.get_running_loop()
+                self._pending = self._thread.submit(self._save_elsewhere, kind, step, entries)
 
     def _store_media(self, samples: Sequence[Sample], step: int) -> None:
         try:
@@ -126,23 +99,18 @@ class SampleSaver:
             ) from error
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
-        """Write one file.
+        """Write one file in this process.
 
         Raises:
             MilesError: as for ``write_samples``.
         """
-        self._replace(kind, step, lambda part: self._write(part, rows))
+        packed = pack(rows, self._pieces, secrets(os.environ))
+        self._replace(kind, step, lambda part: part.write_bytes(packed))
 
-    def _save_remote(self, kind: str, step: int, entries: list[tuple[Entry, int]]) -> None:
-        self._replace(kind, step, lambda part: self._remote.write(part, step, entries))
+    def _save_elsewhere(self, kind: str, step: int, entries: list[tuple[Entry, int]]) -> None:
+        self._replace(kind, step, lambda part: self._writers.write(part, step, entries))
 
-    def _write(self, part: Path, rows: Sequence[Row]) -> None:
-        if (tokens := sum(map(count_tokens, rows))) <= SMALL:
-            part.write_bytes(pack(rows, self._pieces, secrets(os.environ)))
-        else:
-            self._write_elsewhere(part, rows, min(self.writers, 1 + tokens // SHARE))
-
-    def _replace(self, kind: str, step: int, write: Callable[[Path], None]) -> None:
+    def _replace(self, kind: str, step: int, write: Callable[[Path], object]) -> None:
         """Replace a file by what ``write`` writes."""
         target = self.run_dir / FILE.format(kind, step)
         part = target.with_suffix(".part")
@@ -164,7 +132,7 @@ class SampleSaver:
     def roll_back(self, step: int) -> None:
         """Delete the samples of all steps after ``step``. The first call also removes partial files, and warns of damaged ones."""
         if self._pending is not None:
-            self._remote.texts.wait_for(self._pending)
+            self._writers.texts.wait_for(self._pending)
         self._sizes = {}
         for kind in KINDS:
             for number, path in rollout_files(self.run_dir, kind).items():
@@ -184,12 +152,9 @@ class SampleSaver:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._remote.texts.wait_for(pending)
+            self._writers.texts.wait_for(pending)
         self._thread.shutdown()
-        for process in self._processes:
-            process.close()
-        self._processes, self._sent = [], []
-        self._remote.close()
+        self._writers.close()
         if pending is not None:
             pending.result()
 
@@ -197,23 +162,6 @@ class SampleSaver:
         pending, self._pending = self._pending, None
         if pending is not None:
             await asyncio.shield(asyncio.wrap_future(pending))
-
-    def _write_elsewhere(self, part: Path, rows: Sequence[Row], count: int) -> None:
-        """Write rows to ``part`` with ``count`` processes; each compresses a part of them."""
-        while len(self._processes) < count:
-            self._processes.append(LocalReader(WRITER))
-            self._sent.append(0)
-        shares = [rows[share] for share in divide([count_tokens(row) for row in rows], count)]
-        files = part_files(part, len(shares))
-        busy = self._processes[: len(shares)]
-        with name_failures():
-            for number, (process, share, file) in enumerate(zip(busy, shares, files, strict=True)):
-                pieces = dict(islice(self._pieces.items(), self._sent[number], None))
-                self._sent[number] += len(pieces)
-                process.send(Message(file, JoinedRows.of(share), pieces, secrets(os.environ)))
-            for process in busy:
-                process.receive()
-        join_parts(files)
 
     def _check(self) -> None:
         for torn in (self.run_dir / DIRECTORY).glob("*/*.part"):

@@ -34,25 +34,15 @@ def test_training_curves_and_sglang_are_shown_once_they_are_measured(tmp_path, m
     assert "| `transformers` | did not run | | | | | | |" in lines
 
 
-def test_the_search_and_its_experiment_are_shown_once_they_are_measured(tmp_path, monkeypatch):
+def test_the_experiment_in_the_chosen_setting_is_shown_once_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setitem(DRAWN["search"].__globals__, "RESULTS", tmp_path)
     assert DRAWN["search"]() == []
-    judged = {"steps": 80, "bf16": [0.4, 0.9, 0.88], "plain": [0.4, 0.6, 0.3], "loss": 0.659, "kl_median": 0.02}
-    settings = {"long-a": judged | {"admitted": True, "flags": "--lr 0.001"}, "deep-a": {"steps": 4, "admitted": False}}
-    found = {"commit": "abc", "settings": settings, "chosen": "long-a", "admitted": True}
-    (tmp_path / "collapse_search-2026-01-01-gpu.json").write_text(json.dumps(found))
-    lines = DRAWN["search"]()
-    assert "| `long-a` | 80 | 0.900 | 0.880 | 0.600 | 0.300 | 0.659 | 0.02 | yes |" in lines
-    assert "| `deep-a` | 4 | too few | | | | | | |" in lines
-    assert "Chosen: `long-a` (`--lr 0.001`)." in lines
     row = {"reward_last": [0.5, 0.1], "reward_best": [0.9, 0.1], "collapsed": 2, "kl_median": 0.01, "gap_largest": 0.2}
     row |= {"steps": [9, 9, 9], "minus_bf16": [-0.4, 0.3]}
     curves = {"commit": "abc", "complete": True, "learning_rates": {"0.001": {"plain": row}}}
     (tmp_path / "collapse-2026-01-01-gpu-search.json").write_text(json.dumps(curves))
     shown = DRAWN["search"]()
     assert "| 0.001 | `plain` | 9, 9, 9 | 0.500 ± 0.100 | 0.900 ± 0.100 | -0.400 ± 0.300 | 2 | 0.01 | 0.2 |" in shown
-    (tmp_path / "collapse_search-2026-01-01-gpu.json").write_text(json.dumps(found | {"admitted": False}))
-    assert "Chosen, although no setting was admitted: `long-a` (`--lr 0.001`)." in DRAWN["search"]()
 
 
 def test_only_intervals_without_zero_are_called_differences():

@@ -12,7 +12,7 @@ import pytest
 
 from miles_core.data.sample import Sample, Status
 from miles_core.train.data_shard import merge_recorded, split_by_replica
-from miles_tools.samples.remote import make_entries
+from miles_tools.samples.writers import make_entries
 from miles_workers.local_channel import Message
 from miles_workers.object_ref import ObjectRef
 from miles_workers.remote_sample import heads, pack_samples, refer

@@ -7,7 +7,7 @@ from miles_fp8.config import Fp8Config
 __version__ = "0.1.0"
 
 #: The run emulates FP8. The factors in ``notes`` are from benchmarks/results: embedded_training-2026-11-27-{dense,moe}-fp8_emulated-36000
-#: (GPU) and format_training-2026-11-21 (CPU).
+#: (GPU) and grpo_step-2026-11-21-formats (CPU).
 EMULATED = "precision.emulated and (rollout.precision == fp8 or train.precision == fp8)"
 #: Where ``--quantized-product auto`` is native (``product.Fp8Product``).
 _HOPPER = "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and fp8.activation_form == divide"

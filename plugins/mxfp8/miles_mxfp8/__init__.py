@@ -6,7 +6,7 @@ from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"
 
-#: The run emulates MXFP8. The factor in ``notes`` is from benchmarks/results/format_training-2026-11-21.json.
+#: The run emulates MXFP8. The factor in ``notes`` is from benchmarks/results/grpo_step-2026-11-21-formats.json.
 EMULATED = "precision.emulated and (rollout.precision == mxfp8 or train.precision == mxfp8)"
 
 plugin = format_plugin(

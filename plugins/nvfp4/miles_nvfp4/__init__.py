@@ -6,7 +6,7 @@ from miles_nvfp4.config import Nvfp4Config
 
 __version__ = "0.1.0"
 
-#: The run emulates NVFP4. The factor in ``notes`` is from benchmarks/results/format_training-2026-11-21.json.
+#: The run emulates NVFP4. The factor in ``notes`` is from benchmarks/results/grpo_step-2026-11-21-formats.json.
 EMULATED = "precision.emulated and rollout.precision == nvfp4"
 
 plugin = format_plugin(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from miles_core.data import Encoded
-from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response, check_scored
-from miles_core.plugin import MilesError, SyncError
+from miles_core.engine import EnginePart, PauseMode, Request, Response
+from miles_core.plugin import MilesError
 from miles_formats import Format, Quantizer
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import make_quantizer
@@ -21,24 +18,20 @@ from miles_sglang.adapters import SglangAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.formats import loads_in_place
-from miles_sglang.inflight import Call
 from miles_sglang.link import Link
 from miles_sglang.settings import Settings
 from miles_sglang.tensor_messages import MESSAGE_BYTES
-from miles_sglang.update_result import check_accepted, check_coverage
-from miles_workers import EngineLost, Renewal
-from miles_workers.servers import ADAPTER, ServerError, ServerLeft
+from miles_workers import ProgramEngine, next_number
+from miles_workers.servers import ADAPTER
 from miles_workers.transport import Arrival, Arrivals, NameCheck
 
 log = logging.getLogger(__name__)
 
-#: Sends the body of ``generate``, and returns server -> answer.
-_Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Answer]]]
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
-class SglangEngine(Engine):
+class SglangEngine(ProgramEngine):
     """SGLang behind the engine contract.
 
     Args:
@@ -47,25 +40,18 @@ class SglangEngine(Engine):
     """
 
     def __init__(self, link: Link, settings: Settings) -> None:
+        super().__init__("SGLang", settings.translator.max_context, settings.restarts, settings.allow_mismatch)
         self.link, self.settings, self._served = link, settings, settings.served
         self.capabilities = settings.capabilities
         self._info: Mapping[str, Any] = {}
-        self._calls: dict[str, Call] = {}
-        self._numbers = itertools.count()
-        self._version, self._usable, self._dead = -1, True, False
-        self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
+        self._usable = True
+        self._asleep = set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
-        self._open = asyncio.Event()
-        self._renewal = Renewal(self, "SGLang", settings.restarts, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
         directory = None if settings.over_http else settings.weights_dir
         self._adapter = SglangAdapter(lambda *arguments: self.link.call(*arguments), directory)
 
     # -- life -----------------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def span(self, machines: int, index: int, address: str) -> None:
         self._spans = True
@@ -74,7 +60,14 @@ class SglangEngine(Engine):
     async def start(self) -> None:
         self._info = await self.link.start()
         self._paused = None
-        self._open.set()
+        self._calls.open()
+
+    async def _restart_program(self) -> None:
+        """See ``ProgramEngine``. If SGLang loads weights at start, the next update starts it instead."""
+        self._asleep = set()
+        self._adapter.forget()
+        if self._update_method() != "restart":
+            self._info = await self.link.restart(self._served.arguments)
 
     async def stop(self) -> None:
         if not self.link.same_host:
@@ -103,101 +96,27 @@ class SglangEngine(Engine):
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        # fixed width: SGLang aborts every request whose id starts with the given one
-        rid = f"{next(self._numbers):016x}"
-        body = self.settings.translator.body(request, rid)
-        call = self._calls[rid] = Call(request.key, rid)
-        try:
-            answer = None
-            while answer is None:
-                await self._until_open(call)
-                if call.aborted:
-                    return Response([], [], "abort")
-                self._check_usable()
-                answer = await self._send_request(call, body)
-        finally:
-            del self._calls[rid]
-            call.done.set()
-        return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
+        translator, number = self.settings.translator, next_number()
+        body = translator.body(request, _rid(number))
 
-    async def _send_request(self, call: Call, body: Mapping[str, Any]) -> Answer | None:
-        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost with SGLang's process or server."""
-        times, call.sent = self._renewal.times, True
-        try:
+        async def ask() -> Answer:
             return self._adapter.label(await self.link.generate(self._adapter.select(body)))
-        except EngineLost as lost:
-            call.sent = False
-            await self._renewal.renew_after(lost, times)
-            return None
-        except ServerError as error:
-            call.sent = call.sent and not isinstance(error, ServerLeft)
-            if call.aborted or not call.sent:
-                return None
-            raise
 
-    async def _until_open(self, call: Call) -> None:
-        """Wait until the engine accepts requests or the call is aborted."""
-        while not self._open.is_set() and not call.aborted:
-            opened, stirred = (asyncio.ensure_future(e.wait()) for e in (self._open, call.stirred))
-            try:
-                await asyncio.wait([opened, stirred], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                opened.cancel()
-                stirred.cancel()
+        if (answer := await self._answer(request.key, number, ask)) is None:
+            return Response([], [], "abort")
+        return translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
-    def _check_usable(self) -> None:
-        if not self._usable:
-            raise MilesError(
-                "SGLang's weights are incomplete (an update failed part-way); it generates again after a complete update"
-            )
-
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
-    ) -> list[np.ndarray]:
-        async def ask(body: Mapping[str, Any]) -> Mapping[str, Answer]:
-            return {"": await self.link.generate(body)}
-
-        return (await self._score(ask, sequences, temperature, media))[""]
-
-    async def score_each(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
-    ) -> Mapping[str, list[np.ndarray]]:
-        return await self._score(self.link.generate_each, sequences, temperature, media)
-
-    async def _score(
-        self, ask: _Ask, sequences: Sequence[Sequence[int]], temperature: float, media: Sequence[Any]
-    ) -> dict[str, list[np.ndarray]]:
-        """Return the scores by server, without servers that left before they had scored all sequences."""
-        if temperature != 1.0:
-            raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
-        await self._renewal.wait_until_renewed()
-        self._check_usable()
-        check_scored(sequences, self.settings.translator.max_context)
-        pairs = zip(sequences, media or [()] * len(sequences), strict=True)
-        each = await asyncio.gather(*(self._score_one(ask, *pair) for pair in pairs))
-        names = [name for name in each[0] if all(name in found for found in each)] if each else [""]
-        return {name: [found[name] for found in each] for name in names}
-
-    async def _score_one(self, ask: _Ask, sequence: Sequence[int], media: tuple[Any, ...]) -> dict[str, np.ndarray]:
-        body = self.settings.translator.score_body(sequence, media, f"{next(self._numbers):016x}")
-        none = np.zeros(0, np.float32)  # of a single token
-        while True:
-            with suppress(ServerLeft):
-                answers = await self._renewal.retry(lambda: ask(self._adapter.select(body)))
-                return {name: np.array(found.columns.get("prompt_log_probs", none)) for name, found in answers.items()}
+    async def _request_scores(
+        self, sequence: Sequence[int], media: tuple[Any, ...], each: bool
+    ) -> Mapping[str, np.ndarray | None]:
+        body = self._adapter.select(self.settings.translator.score_body(sequence, media, _rid(next_number())))
+        answers = await self.link.generate_each(body) if each else {"": await self.link.generate(body)}
+        return {name: found.columns.get("prompt_log_probs") for name, found in answers.items()}
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
-    async def abort(self, keys: Collection[int] | None = None) -> None:
-        wanted = None if keys is None else frozenset(keys)
-        await self._abort_calls([c for c in self._calls.values() if wanted is None or c.key in wanted])
-
-    async def _abort_calls(self, calls: Iterable[Call]) -> None:
-        for call in calls:
-            call.aborted = True
-            call.stirred.set()
-            if call.sent:
-                await self._ask("abort_request", {"rid": call.rid})
+    async def _cancel(self, number: int) -> None:
+        await self._ask("abort_request", {"rid": _rid(number)})
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         if mode not in ("abort", "retract"):
@@ -205,31 +124,17 @@ class SglangEngine(Engine):
                 f"SGLang cannot pause with {mode}: tokens that it computes during the pause would be recorded with the version of the new "
                 "weights; use abort or retract"
             )
-        await self._renewal.wait_until_renewed()
-        self._open.clear()
-        if mode == "abort":
-            await self._abort_all()
-        await self._ask("pause_generation", {"mode": mode})
-        self._paused = mode
+        await super().pause(mode)
 
-    async def _abort_all(self) -> None:
-        """Abort until no request of this moment is in flight; later ones wait for ``resume``. Repeats because a request may reach the
-        scheduler after the abort."""
-        calls = list(self._calls.values())
-        while calls := [call for call in calls if not call.done.is_set()]:
-            await self._abort_calls(calls)
-            waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
-            for task in (await asyncio.wait(waiting, timeout=0.5))[1]:
-                task.cancel()
+    async def _pause_program(self, mode: PauseMode) -> None:
+        await self.link.call("pause_generation", {"mode": mode})
 
-    async def resume(self) -> None:
-        await self._ask("continue_generation", {})
-        self._paused = None
-        self._open.set()
+    async def _resume_program(self) -> None:
+        await self.link.call("continue_generation", {})
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         """Flush the cache and, if SGLang was started with its memory saver, release the memory of ``parts``."""
-        if any(call.sent for call in self._calls.values()):
+        if self._calls.any_sent:
             raise RuntimeError("sleep with requests in flight: abort them first")
         if "cache" not in self._asleep:
             await self._ask("flush_cache", {})
@@ -250,30 +155,7 @@ class SglangEngine(Engine):
             await self.link.call(endpoint, {"tags": sorted(_TAGS[part] for part in parts)})
 
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
-        """``Link.call``, repeated after a restart if SGLang dies during the call."""
-        return await self._renewal.retry(lambda: self.link.call(endpoint, body))
-
-    async def _renew(self) -> None:
-        """Restart SGLang, send it the learner's weights, and restore the pause mode."""
-        assert self.resend is not None  # if the run itself restarts SGLang, the learner is in this process
-        was_open, paused = self._open.is_set(), self._paused
-        self._open.clear()
-        try:
-            await self._start_again()
-            await self.resend()
-            if paused is not None:
-                await self.link.call("pause_generation", {"mode": paused})
-        finally:
-            self._paused = paused
-            if was_open:
-                self._open.set()
-
-    async def _start_again(self) -> None:
-        """Restart SGLang without weights and not paused. If SGLang loads weights at start, the next update starts it instead."""
-        self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
-        self._adapter.forget()
-        if self._update_method() != "restart":
-            self._info = await self.link.restart(self._served.arguments)
+        return await self._retry(lambda: self.link.call(endpoint, body))
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -281,23 +163,19 @@ class SglangEngine(Engine):
         self._check_idle("update_weights")
         await self._renewal.wait_until_renewed()
         self._arrivals.forget()
-        async with self._hold_requests(), self._process_running(version):
+        async with self._calls.hold(), self._running(version):
             await self._load(units, version)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         if not message.get("staged"):
             self._check_idle("receive")
         await self._renewal.wait_until_renewed()
-        async with self._process_running(version):
+        async with self._running(version):
             if ADAPTER in message:
                 await self._adapter.load(message, version)
                 self._serve(version)
             else:
                 await self._arrivals.receive(message, version, last)
-
-    def _check_idle(self, call: str) -> None:
-        if self._paused is None and any(call.sent for call in self._calls.values()):
-            raise RuntimeError(f"{call} with requests in flight: pause or abort them first")
 
     def _begin_arrival(self, version: int, staged: bool) -> Arrival:
         """Return the receiver of a version that arrives in buckets."""
@@ -324,37 +202,9 @@ class SglangEngine(Engine):
     def _loading(self) -> Loading:
         return Loading(self._send, "" if self._spans else self.settings.device)
 
-    def _serve(self, version: int) -> None:
-        self._version, self._usable = version, True
-
-    @asynccontextmanager
-    async def _process_running(self, version: int) -> AsyncIterator[None]:
-        """Ensure that SGLang runs. If it dies inside the context, the update fails with SyncError; the next update restarts it."""
-        try:
-            if self._dead:
-                await self._start_again()
-            yield
-        except EngineLost as lost:
-            self._dead = True
-            if self._renewal.here:
-                raise
-            self._renewal.spend(lost)
-            raise SyncError(f"SGLang died while it loaded version {version} of the weights: {lost.cause}") from lost
-
     def _update_method(self) -> Literal["in_place", "via_disk", "restart"]:
         format = self._served.codec.format
         return self.hot_update(format.name if format else "")
-
-    @asynccontextmanager
-    async def _hold_requests(self) -> AsyncIterator[None]:
-        """Hold new requests while weights change, also if the engine is not paused."""
-        was_open = self._open.is_set()
-        self._open.clear()
-        try:
-            yield
-        finally:
-            if was_open:
-                self._open.set()
 
     async def _update_in_place(self, units: Iterator[Encoded], version: int) -> None:
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
@@ -377,7 +227,7 @@ class SglangEngine(Engine):
         body["weight_version"] = None if version is None else str(version)
         answer = await self.link.call("update_weights_from_tensor", body, payload)
         check_accepted(answer)
-        check_coverage(answer.get("missed", ""), self.settings.allow_mismatch)
+        self._check_coverage(answer.get("missed", ""))
 
     async def _update_from_files(self, units: Iterator[Encoded], version: int) -> None:
         with weight_files.write_update(units, self.settings.weights_dir, version) as directory:
@@ -390,3 +240,24 @@ class SglangEngine(Engine):
             log.info("restarting SGLang with version %d of the weights: it repacks this format during loading", version)
             changes = {"model_path": str(directory), "load_format": "auto", "weight_version": str(version)}
             self._info = await self.link.restart({**self._served.arguments, **changes})
+
+
+def _rid(number: int) -> str:
+    """Return the id of a request; of fixed width, because SGLang aborts every request whose id starts with the given one."""
+    return f"{number:016x}"
+
+
+def check_accepted(answer: Mapping[str, Any]) -> None:
+    """Check that SGLang accepted an update or one of its buckets.
+
+    Args:
+        answer: SGLang's answer with ``success`` and ``message``.
+
+    Raises:
+        MilesError: SGLang rejected it; its weights may be partly overwritten.
+    """
+    if not answer["success"]:
+        raise MilesError(
+            f"SGLang rejected the weights: {answer['message']}. They may be partly overwritten; only a complete update makes the "
+            "engine usable again"
+        )

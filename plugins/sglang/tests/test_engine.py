@@ -225,7 +225,7 @@ def test_a_continued_response_replays_the_routes_of_the_weights_that_continued_i
 ) -> None:
     options = {"engine": "sglang", "device": "cpu", "partial_rollout": True, "over_sampling_batch_size": 4}
     lengths = {"rollout_max_response_len": 32, "max_running_requests": 6}
-    run = toy_run(["r3"], steps=4, r3_recomputed_routes=routes, lr=5e-2, **options, **lengths)
+    run = toy_run(["r3"], steps=6, r3_recomputed_routes=routes, lr=5e-2, **options, **lengths)
     name = "mismatch/current_abs_log_prob_max"  # a step may consist of samples that were left from the one before
     gaps = [step[name] for step in run.metrics if name in step]
     assert len(gaps) > 1 and all(gap < 1e-4 for gap in gaps) == exact

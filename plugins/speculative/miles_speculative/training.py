@@ -21,7 +21,7 @@ from miles_speculative.loss import cross_entropy, distance, divergence, entries
 #: Weight of an EAGLE head's distance from the policy's hidden states, relative to the KL divergence (arXiv 2401.15077, section 4.2).
 FEATURES = 10.0
 #: Optimizer steps in which ``--draft-lr`` of an EAGLE head rises. A new head with the whole rate from the start diverges in the first steps at rates
-#: that a warm-up makes stable (``benchmarks/engine/head_start.py``).
+#: that a warm-up makes stable.
 WARMUP = 20
 #: Key in ``Context.attached`` of a training pass: its call and its last hidden states.
 SEEN = "speculative.seen"

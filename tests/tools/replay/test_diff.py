@@ -1,17 +1,16 @@
-"""``miles diff`` names what was planted, and finds nothing in equal runs. ``make test-thorough`` compares all pairs of the benchmark."""
+"""``miles diff`` names what was planted, and finds nothing in equal runs. ``make test-thorough`` compares all thirty pairs."""
 
 import json
 import shutil
 
 import pytest
 
-from benchmarks.project.diff_runs import compare, is_named
-from benchmarks.project.planted_differences import EQUAL, PLANTED, Side
 from miles_core.errors import MilesError
 from miles_tools.commands.diff import run as diff
-from miles_tools.replay.compare import find_difference
+from miles_tools.replay.compare import find_difference, list_differences
 from miles_tools.replay.steps import step_directory
 from miles_tools.replay.stored_run import StoredRun
+from tests.tools.replay.planted_differences import EQUAL, PLANTED, Side
 
 #: At least one planted difference of each phase, and equal pairs, for ``make test``.
 QUICK = {
@@ -26,6 +25,12 @@ QUICK = {
     ),
     *("a missing sync", "another library version", "defaults", "routing replay and importance sampling"),
 }
+
+
+def compare(a, b):
+    """Return what ``miles diff`` finds, and the options and versions that differ."""
+    one, other = StoredRun(a), StoredRun(b)
+    return find_difference(one, other), list_differences(one, other)
 
 
 def pairs(named):
@@ -44,7 +49,7 @@ def test_what_was_planted_is_named(name, plain, tmp_path):
     sides = zip(planted.sides(tmp_path), "ab", strict=True)
     a, b = (plain if side == Side() else side.run(tmp_path / label) for side, label in sides)
     found, listed = compare(a, b)
-    assert is_named(planted, found, listed), (found, listed)
+    assert planted.is_named(found, listed), (found, listed)
 
 
 @pytest.mark.parametrize("name", pairs(EQUAL))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import ConfigError
+from miles_planner.model_cost import model_cost
 
 #: Bytes of a BF16 number.
 _BF16 = 2
@@ -56,52 +57,28 @@ def read_shape(path: Path | str) -> ModelShape:
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--model-config {path}: it holds {type(raw).__name__}; give a model's config.json")
-    text = raw.get("text_config")
     try:
-        return shape_of(text if isinstance(text, dict) else raw)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return shape_of(raw)
+    except ValueError as error:
         raise ConfigError(
-            f"--model-config {path}: the size {error} is missing or not a positive number; give the model's numbers with --parameters, "
-            "--kv-bytes-per-token and --layers"
+            f"--model-config {path}: {error}; give the model's numbers with --parameters, --kv-bytes-per-token and --layers"
         ) from error
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Compute the sizes of a configuration; KeyError names what is missing."""
-    width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    attention, cached, heads_width = _attention(config, width)
-    dense = 3 * width * int(config["intermediate_size"])
-    experts = int(_first(config, "n_routed_experts", "num_experts", "num_local_experts") or 0)
-    one = 3 * width * int(_first(config, "moe_intermediate_size", "intermediate_size"))
-    top = int(config["num_experts_per_tok"]) if experts else 0
-    shared = 3 * width * int(_first(config, "shared_expert_intermediate_size") or 0)
-    shared = shared or one * int(_first(config, "n_shared_experts") or 0)
-    sparse = layers - min(layers, int(_first(config, "first_k_dense_replace") or 0)) if experts else 0
-    routed = sparse * experts * one
-    head = width * int(config["vocab_size"])
-    rest = layers * attention + (layers - sparse) * dense + sparse * (shared + width * experts) + head
-    if min(width, layers, heads_width) <= 0:
-        raise ValueError("hidden_size or num_hidden_layers")
+    """Compute the sizes of a configuration; ValueError if it does not determine them."""
+    cost = model_cost(config)
+    if cost is None:
+        raise ValueError(
+            "hidden_size, num_hidden_layers, vocab_size or num_attention_heads is missing or not a positive number"
+        )
+    size = cost.size
+    separate = size.embeddings - size.vocab * size.hidden  # 0 if the output layer is the embedding
     return ModelShape(
-        layers, float(rest + routed), float(routed), top / experts if experts else 1.0, layers * cached, layers * heads_width
-    )  # fmt: skip
-
-
-def _attention(config: Mapping[str, Any], width: int) -> tuple[int, float, int]:
-    """Return one layer's parameters of attention, its cached bytes per token, and heads times head size."""
-    heads = int(config["num_attention_heads"])
-    if rank := config.get("kv_lora_rank"):  # multi-head latent attention, arXiv 2405.04434 section 2.1
-        rope, nope, value = (int(config[name]) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        query = heads * (nope + rope)
-        low = config.get("q_lora_rank")
-        queries = (width + query) * int(low) if low else width * query
-        keys = width * (rank + rope) + rank * heads * (nope + value)
-        return queries + keys + heads * value * width, _BF16 * (rank + rope), heads * (nope + rope + value) // 2
-    size = int(config.get("head_dim") or width // heads)
-    kv = int(config.get("num_key_value_heads") or heads)
-    return 2 * width * size * (heads + kv), _BF16 * 2 * kv * size, heads * size
-
-
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    """Return the first entry that exists and is not None."""
-    return next((config[name] for name in names if config.get(name) is not None), None)
+        size.layers,
+        size.parameters - separate,
+        size.experts,
+        cost.top_k / cost.experts if cost.experts else 1.0,
+        _BF16 * size.cached,
+        size.layers * cost.attended / 2,
+    )

@@ -1,4 +1,4 @@
-"""Writes samples that stay where they were produced. Other processes read them there (``remote_process``); the driver sends references.
+"""Writes samples in other processes (``process``). Samples that stay where they were produced are read there; the driver sends references.
 
 A process has no tokenizer: it requests the texts of tokens that it has not seen, each token once in a run.
 """
@@ -11,8 +11,10 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +22,20 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import join_parts, part_files
-from miles_tools.samples.process import SHARE, name_failures
-from miles_tools.samples.rows import Pieces, RecordedTokens, Row, as_text, count_tokens, divide, make_row
-from miles_workers.object_reader import ObjectReader, open_reader
+from miles_tools.samples.rows import JoinedRows, Pieces, RecordedTokens, Row, count_tokens, divide, make_row
+from miles_workers.object_reader import LocalReader, ObjectReader, ReaderEnded, open_reader
 from miles_workers.object_ref import Stored
 from miles_workers.remote_sample import Run, is_reference, pack_run, split_runs
 from miles_workers.remote_tokens import RemoteTokens
 
 #: Samples that are prepared before the event loop continues with other tasks.
-_AT_ONCE = 512
+_AT_ONCE = 64
+#: Number of tokens for which another process is started.
+SHARE = 1 << 17
 #: Tokens whose texts are looked up before the event loop continues with other tasks.
 _LOOKUPS = 128
 #: Makes the function of the processes.
-WRITER = "miles_tools.samples.remote_process:RowWriter"
+WRITER = "miles_tools.samples.process:RowWriter"
 
 #: Samples of one group that are sent together, and saved by the same process.
 _RUN = 16
@@ -62,7 +65,7 @@ async def make_entries(
 def _entries(step: int, run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Iterator[tuple[Entry, int]]:
     """Return the entries of a run of ``split_runs``: one, unless data sets or the places of recorded values differ."""
     if not is_reference(run[0][0]):
-        row = as_text(make_row(step, *run[0]))
+        row = make_row(step, *run[0])
         yield row, count_tokens(row)
         return
     start = 0
@@ -92,13 +95,33 @@ def _recorded(run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Recor
     return None if first is None else [(each.log_probs, each.advantages) for _, each, _ in run if each is not None]
 
 
-def _stored(entries: Sequence[Entry]) -> Stored:
-    """Return one of the object references that the entries refer to; there is at least one."""
-    return next(entry for entry in entries if not isinstance(entry, Row))[0][0]
+def _stored(entries: Sequence[Entry]) -> Stored | None:
+    """Return one of the object references that the entries refer to; None if the driver has read all samples."""
+    return next((entry[0][0] for entry in entries if not isinstance(entry, Row)), None)
 
 
-class RemoteWriters:
-    """Writes files with the processes that read the samples.
+def _join(entries: Sequence[Entry]) -> Iterator[Any]:
+    """Yield the entries of a message, with consecutive rows as ``JoinedRows``."""
+    for are_rows, group in groupby(entries, lambda entry: isinstance(entry, Row)):
+        some: list[Any] = [*group]
+        yield from [JoinedRows.of(some)] if are_rows else some
+
+
+@contextmanager
+def _name_failures() -> Iterator[None]:
+    """Context in which errors of the processes become a MilesError that names them. An OSError is passed on."""
+    try:
+        yield
+    except ReaderEnded as ended:
+        raise MilesError(
+            f"the process that saves samples {ended}; resume the run, or resume it with --no-save-rollouts"
+        ) from ended
+    except MilesError as error:
+        raise MilesError(f"the process that saves samples failed: {error}") from error
+
+
+class Writers:
+    """Writes files with other processes, each of which encodes and compresses a part.
 
     Args:
         pieces: texts of tokens.
@@ -111,7 +134,7 @@ class RemoteWriters:
     def __init__(self, pieces: Pieces, most: int) -> None:
         self.texts = TextRequests(pieces)
         self._most = most
-        self._readers: list[ObjectReader] = []
+        self._readers: dict[bool, list[ObjectReader]] = {}  # those that read other processes' objects, and the others
 
     def write(self, part: Path, step: int, entries: list[tuple[Entry, int]]) -> None:
         """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` once they
@@ -124,12 +147,14 @@ class RemoteWriters:
         sizes = [size for _, size in entries]
         listed = [entry for entry, _ in entries]
         shares = [listed[share] for share in divide(sizes, min(self._most, 1 + sum(sizes) // SHARE))]
-        while len(self._readers) < len(shares):
-            self._readers.append(open_reader(_stored(listed), WRITER))
-        files, busy = part_files(part, len(shares)), self._readers[: len(shares)]
-        with name_failures():
+        stored = _stored(listed)
+        readers = self._readers.setdefault(stored is not None, [])
+        while len(readers) < len(shares):
+            readers.append(LocalReader(WRITER) if stored is None else open_reader(stored, WRITER))
+        files, busy = part_files(part, len(shares)), readers[: len(shares)]
+        with _name_failures():
             for reader, share, file in zip(busy, shares, files, strict=True):
-                reader.send((file, step, share, secrets(os.environ)))
+                reader.send((file, step, [*_join(share)], secrets(os.environ)))
             del share
             shares.clear()
             listed.clear()
@@ -142,9 +167,9 @@ class RemoteWriters:
 
     def close(self) -> None:
         """End the processes."""
-        for reader in self._readers:
+        for reader in chain.from_iterable(self._readers.values()):
             reader.close()
-        self._readers = []
+        self._readers = {}
 
 
 class TextRequests:

@@ -14,8 +14,7 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import MilesError
-from miles_tools.samples import remote
-from miles_tools.samples import saver as module
+from miles_tools.samples import writers
 from miles_tools.samples.files import FILE, read_rollouts
 from miles_tools.samples.saver import SampleSaver
 from miles_workers import remote_sample
@@ -96,7 +95,7 @@ def nothing_is_read(monkeypatch):
         raise AssertionError("the driver read samples")
 
     monkeypatch.setattr(remote_sample, "read_samples", read)
-    monkeypatch.setattr(module, "make_row", read)
+    monkeypatch.setattr(writers, "make_row", read)
 
 
 def save(directory, *steps, tokenizer=None, writers=8):
@@ -108,7 +107,7 @@ def save(directory, *steps, tokenizer=None, writers=8):
 
     saver = SampleSaver(directory, tokenizer or Letters(), 1 << 30, writers)
     asyncio.run(run(saver))
-    processes = len(saver._remote._readers)
+    processes = len(saver._writers._readers.get(True, ()))
     saver.close()
     return list(read_rollouts(directory)), processes
 
@@ -144,7 +143,7 @@ def test_images_of_samples_elsewhere_are_stored(tmp_path, nothing_is_read):
 
 
 def test_several_processes_write_parts_of_a_file(tmp_path, nothing_is_read, monkeypatch):
-    monkeypatch.setattr(remote, "SHARE", 100)
+    monkeypatch.setattr(writers, "SHARE", 100)
     found, processes = save(tmp_path / "there", lambda: referred(100), lambda: referred(50), writers=3)
     monkeypatch.undo()
     expected, _ = save(tmp_path / "here", lambda: plain(100), lambda: plain(50))
@@ -198,7 +197,7 @@ def test_samples_exist_until_they_are_read(tmp_path):
     async def run(saver):
         await saver.write_samples("train", 1, referred(3000))
         await saver._complete()
-        stopped = saver._remote._readers[0].pid
+        stopped = saver._writers._readers[True][0].pid
         os.kill(stopped, signal.SIGSTOP)
         try:
             await saver.write_samples("train", 2, referred(3001))
@@ -220,7 +219,7 @@ def test_a_process_that_dies_stops_the_run_with_one_sentence(tmp_path, busy):
     async def run(saver):
         await saver.write_samples("train", 1, referred(1000))
         await saver._complete()
-        process = saver._remote._readers[0].pid
+        process = saver._writers._readers[True][0].pid
         if busy:  # the message is sent, and the answer will not arrive
             os.kill(process, signal.SIGSTOP)
             await saver.write_samples("train", 2, referred(1000))

@@ -1,4 +1,4 @@
-"""Twenty pairs of toy runs with one planted difference each, and ten of equal runs, for ``miles diff``: see ``diff_runs``."""
+"""Twenty pairs of toy runs with one planted difference each, and ten of equal runs, for ``miles diff``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.push import CopyTransport
 from miles_testing import toy_run
 from miles_testing.toy import toy_files
+from miles_tools.replay.compare import Difference
 
 STEPS = 3
 #: Name of the tensor in which one bit is flipped.
@@ -90,6 +91,25 @@ class Planted:
     phase: str
     steps: tuple[int, ...] = (1,)
     holds: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_named(self, found: Difference | None, listed: list[tuple[str, str, str]]) -> bool:
+        """Whether the difference that ``miles diff`` found, with the options that it listed, is what was planted."""
+        if not self.phase:
+            return found is None and len(listed) == 1
+        if found is None or found.phase != self.phase or found.step not in self.steps:
+            return False
+        seen = {"sample": found.sample, "token": found.token, "tensor": found.tensor, "tensors": found.tensors[0]}
+        for name, expected in self.holds.items():
+            if name == "plugins":
+                if expected not in found.plugins:
+                    return False
+            elif not (
+                isinstance(seen[name], expected) and seen[name] != ""
+                if isinstance(expected, type)
+                else seen[name] == expected
+            ):
+                return False
+        return True
 
 
 def options(one: Mapping[str, Any] | None = None, **other: Any) -> Callable[[Path], tuple[Side, Side]]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-#: Numbers of requests of this process, whose engines may share a vLLM.
+#: Numbers of requests of this process, whose engines may share a program.
 _NUMBERS = itertools.count()
+#: Seconds between two attempts to end the same requests.
+_AGAIN_S = 0.5
+
+
+def next_number() -> int:
+    """Return a number that no other request of this process has."""
+    return next(_NUMBERS)
 
 
 @dataclass(eq=False)
@@ -19,7 +26,7 @@ class Call:
     Attributes:
         key: ``Request.key``.
         number: its number among the requests of this process.
-        sent: vLLM has it; otherwise it waits for the gate.
+        sent: the program has it; otherwise it waits for the gate.
         aborted: it must end.
         changed: set with ``aborted``, to wake a request that waits.
         done: set when it has been answered.
@@ -37,7 +44,7 @@ class Calls:
     """All requests of one engine, sent or waiting.
 
     Args:
-        cancel: ends the request with this number at vLLM; returns when it has been answered.
+        cancel: ends the request with this number in the program.
     """
 
     def __init__(self, cancel: Callable[[int], Awaitable[None]]) -> None:
@@ -46,19 +53,18 @@ class Calls:
         self._open = asyncio.Event()
 
     @contextmanager
-    def add(self, key: int) -> Iterator[Call]:
-        """Register a request as long as the context lasts."""
-        call = Call(key, next(_NUMBERS))
-        self._calls[call.number] = call
+    def add(self, key: int, number: int) -> Iterator[Call]:
+        """Register a request as long as the context lasts; ``number`` is of ``next_number``."""
+        call = self._calls[number] = Call(key, number)
         try:
             yield call
         finally:
-            del self._calls[call.number]
+            del self._calls[number]
             call.done.set()
 
     @property
     def any_sent(self) -> bool:
-        """Whether vLLM has any request."""
+        """Whether the program has any request."""
         return any(call.sent for call in self._calls.values())
 
     def open(self) -> None:
@@ -91,10 +97,21 @@ class Calls:
                     each.cancel()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        """End the requests with these keys, None for all, that exist now, and wait until they have been answered."""
-        wanted = [call for call in self._calls.values() if keys is None or call.key in keys]
-        for call in wanted:
+        """End the requests with these keys, None for all, that exist now."""
+        await self._abort([call for call in self._calls.values() if keys is None or call.key in keys])
+
+    async def drain(self) -> None:
+        """End all requests that exist now, and wait until they have been answered. Repeats because a request may reach the program after
+        the attempt to end it."""
+        calls = list(self._calls.values())
+        while calls := [call for call in calls if not call.done.is_set()]:
+            await self._abort(calls)
+            waiting = [asyncio.ensure_future(call.done.wait()) for call in calls]
+            for task in (await asyncio.wait(waiting, timeout=_AGAIN_S))[1]:
+                task.cancel()
+
+    async def _abort(self, calls: Iterable[Call]) -> None:
+        for call in calls:
             call.aborted = True
             call.changed.set()
-        await asyncio.gather(*(self._cancel(call.number) for call in wanted if call.sent))
-        await asyncio.gather(*(call.done.wait() for call in wanted))
+        await asyncio.gather(*(self._cancel(call.number) for call in calls if call.sent))
