@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -67,3 +69,17 @@ def allocate_output(format: Format, shape: tuple[int, int], device: torch.device
 def has_triton() -> bool:
     """Return whether Triton is installed."""
     return find_spec("triton") is not None
+
+
+@cache
+def miscompiles_delta_rule() -> bool:
+    """Return whether Triton compiles flash-linear-attention's kernels of the gated delta rule wrongly for the GPU of this machine.
+
+    On Hopper, Triton 3.4.0 to 3.7.0 give wrong gradients (fla-org/flash-linear-attention#640). With Triton 3.6 on an H200 forward passes of
+    random models gave NaN, too.
+    """
+    if not (torch.cuda.is_available() and has_triton()) or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return Version("3.4") <= Version(metadata.version("triton")) < Version("3.7.1")

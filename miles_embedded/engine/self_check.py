@@ -7,7 +7,7 @@ from torch import nn
 
 from miles_embedded.engine.runner import Runner
 from miles_embedded.model.parts import decoder_layers
-from miles_embedded.model.self_check import check_scores
+from miles_embedded.model.self_check import UNSCORED, check_scores
 from miles_embedded.model.states import stateful_modules
 
 #: Tokens of the shortest cached prompt, and number of tokens fed after each prompt; more if layers keep a state, whose errors add up.
@@ -45,11 +45,11 @@ def _decode_scores(runner: Runner, sequences: list[list[int]], prompts: list[int
     """Feed up to ``fed`` tokens one at a time after cached prompts of these lengths, as far as the sequence reaches.
 
     Returns:
-        log p of every token after the first, [len - 1]. Entries other than those predicted from fed tokens are NaN.
+        log p of every token after the first, [len - 1]. Entries other than those predicted from fed tokens are ``UNSCORED``.
     """
     slots, _, _ = runner.prefixes([s[:n] for s, n in zip(sequences, prompts, strict=True)], set())
     rows = runner.cache.add_rows(slots.tolist())
-    found = [np.full(len(s) - 1, np.nan, np.float32) for s in sequences]
+    found = [np.full(len(s) - 1, UNSCORED) for s in sequences]
     for step in range(fed):
         going = [i for i, n in enumerate(prompts) if n + step + 1 < len(sequences[i])]
         tokens = [[sequences[i][prompts[i] + step]] for i in going]

@@ -35,6 +35,8 @@ MEDIAN, MEAN = 1e-3, 0.03
 #: Number of consecutive tokens over which the median is taken.
 _STRETCH = 16
 
+#: In place of the log-prob of a token that a function does not score; NaN would be a wrong result.
+UNSCORED = np.float32(np.inf)
 #: Scores sequences: returns log p of every token after the first, [len - 1] per sequence.
 Score = Callable[[list[list[int]]], list[np.ndarray]]
 
@@ -45,7 +47,7 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
     Args:
         model: prepared by ``load_model``.
         scores: description -> scoring function, as in ``"packed sequences are scored"``. A function may score only the first tokens, and
-            return NaN for tokens that it does not score.
+            return ``UNSCORED`` for tokens that it does not score.
 
     Raises:
         CheckpointError: a function differs by more than rounding, or a forward of either side fails.
@@ -76,14 +78,13 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
 
 
 def _judge(name: str, what: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
-    gaps = [np.abs(f - e[: len(f)]) for f, e in zip(found, expected, strict=True)]
-    gaps = [gap[~np.isnan(f)] for gap, f in zip(gaps, found, strict=True)]
+    gaps = [np.abs(f - e[: len(f)])[f != UNSCORED] for f, e in zip(found, expected, strict=True)]
     stretches = [np.median(s) for gap in gaps for s in np.array_split(gap, max(len(gap) // _STRETCH, 1)) if len(s)]
-    median, mean = float(max(stretches)), float(np.concatenate(gaps).mean())
+    median, mean = float(np.max(stretches)), float(np.concatenate(gaps).mean())  # NaN if a log-prob is
     if not (median <= MEDIAN and mean <= MEAN):
         raise CheckpointError(
             f"{name} is not computed correctly by the embedded backend: where {what}, log-probs differ from those of Transformers by "
-            f"{max(median, mean):.2g} nats per token in float32; use another engine and trainer (--no-self-check skips this check)"
+            f"{np.maximum(median, mean):.2g} nats per token in float32; use another engine and trainer (--no-self-check skips this check)"
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_embedded.model.parts import put_forward
+from miles_embedded.model.state_kernels import choose_kernels
 
 #: (kind of state, its index in the layer).
 StateKey = tuple[str, int]
@@ -144,7 +145,8 @@ def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
         out: Tensor = call.advance(module, hidden_states, lambda x, states: own(module, x, cache=states))
         return out
 
-    for layer in layers:
-        for module in stateful_modules(layer):
-            use_configured_limit(module)
-            put_forward(module, forward)
+    found = [module for layer in layers for module in stateful_modules(layer)]
+    choose_kernels(found)
+    for module in found:
+        use_configured_limit(module)
+        put_forward(module, forward)

@@ -88,3 +88,28 @@ def test_a_kernel_writes_into_given_tensors_where_it_can():
     assert made is not turned and made["weight"].is_contiguous()
     assert allocate_output(Halves(), (4, 6), torch.device("cpu"), None)["weight"].shape == (4, 6)
     assert allocate_output(Halves(), (4, 6), torch.device("meta"), out)["weight"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "wrong"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.4.0", True),
+        ((9, 0), "3.3.1", False),
+        ((9, 0), "3.7.1", False),
+        ((8, 0), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_versions_of_triton_that_compile_the_delta_rule_wrongly(monkeypatch, capability, triton, wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(gpu_kernel, "has_triton", lambda: True)
+    monkeypatch.setattr(gpu_kernel.metadata, "version", lambda name: triton)
+    assert gpu_kernel.miscompiles_delta_rule.__wrapped__() is wrong
+
+
+def test_without_a_gpu_nothing_is_compiled():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert not gpu_kernel.miscompiles_delta_rule.__wrapped__()

@@ -1,8 +1,9 @@
-"""Gated delta nets: Megatron-Core's module over packed samples, with flash-linear-attention's kernels or, without them, torch."""
+"""Gated delta nets: Megatron-Core's module over packed samples, with flash-linear-attention's kernels or torch."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from functools import cache
 from typing import Any
 
@@ -13,14 +14,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from miles_formats.gpu_kernel import miscompiles_delta_rule
 from miles_megatron.trainer.delta_rule import convolve, delta_rule, normalize
+
+log = logging.getLogger(__name__)
 
 
 class DeltaNet(GatedDeltaNet):
     """Megatron-Core's gated delta net, with the decay in FP32 as in Transformers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _replace_missing_kernels()
+        _replace_kernels()
         super().__init__(*args, **kwargs)
 
     @jit_fuser
@@ -30,10 +34,15 @@ class DeltaNet(GatedDeltaNet):
 
 
 @cache
-def _replace_missing_kernels() -> None:
-    """Let Megatron-Core's module call torch if flash-linear-attention is missing or cannot run."""
-    if common.HAVE_FLA and torch.cuda.is_available():
+def _replace_kernels() -> None:
+    """Let Megatron-Core's module call torch if flash-linear-attention is missing, cannot run, or computes wrong gradients."""
+    if common.HAVE_FLA and torch.cuda.is_available() and not miscompiles_delta_rule():
         return
+    if common.HAVE_FLA and torch.cuda.is_available():
+        log.warning(
+            "gated delta nets run in torch, which is slower: with this version of Triton, flash-linear-attention computes wrong gradients on Hopper "
+            "GPUs; 3.7.1 is right"
+        )
     common.HAVE_FLA, common.l2norm = True, normalize
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = convolve, delta_rule
 
