@@ -3,8 +3,8 @@
 ``format_plugin`` makes a format's manifest, and ``Fp8Options`` are options that several formats share. ``Format`` is the contract,
 ``Stored`` and ``store`` are for its storage. A GPU kernel is used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and
 writes into ``allocate_output``. A ``Product`` multiplies codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as
-a weight sync does; ``make_codec`` creates the codec of a policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``. Names
-are imported on first use, so that a manifest imports no torch.
+a weight sync does; ``make_codec`` creates the codec of a policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``, and
+ask ``miscompiles_delta_rule`` before they run other people's kernels. Names are imported on first use, so that a manifest imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         READABLE as READABLE,
         allocate_output as allocate_output,
         convert_for_kernel as convert_for_kernel,
+        miscompiles_delta_rule as miscompiles_delta_rule,
         reference_only as reference_only,
         runs_kernels as runs_kernels,
     )
@@ -52,7 +53,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.sync.push": "make_codec",
         "miles_formats.codec": "FormatCodec",
         "miles_formats.fp8_options": "Fp8Options",
-        "miles_formats.gpu_kernel": "READABLE allocate_output convert_for_kernel reference_only runs_kernels",
+        "miles_formats.gpu_kernel": "READABLE allocate_output convert_for_kernel miscompiles_delta_rule reference_only runs_kernels",
         "miles_formats.manifest": "format_plugin",
         "miles_formats.scaled_mm": "need_scaled_mm",
     },

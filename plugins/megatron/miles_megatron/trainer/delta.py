@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from miles_formats.gpu_kernel import miscompiles_delta_rule
+from miles_formats import miscompiles_delta_rule
 from miles_megatron.trainer.delta_rule import convolve, delta_rule, normalize
 
 log = logging.getLogger(__name__)
