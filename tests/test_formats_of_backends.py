@@ -120,9 +120,15 @@ def starts(kernels, tmp_path):
     engine = EmbeddedEngine(model, Settings(str, eos=[]))
     trainer = SimpleNamespace(model=model, precision=None)
     served = SimpleNamespace(
-        capabilities=frozenset(), weights_dir=tmp_path, served=None, over_http=False, restarts=None
+        capabilities=frozenset(),
+        weights_dir=tmp_path,
+        served=None,
+        over_http=False,
+        restarts=None,
+        translator=SimpleNamespace(max_context=64),
+        allow_mismatch=False,
     )
-    vllm = VllmSettings(SimpleNamespace(), {}, frozenset())
+    vllm = VllmSettings(SimpleNamespace(max_context=64), {}, frozenset())
     engines = {
         "embedded": engine,
         "sglang": SglangEngine(Kernels(), served),
