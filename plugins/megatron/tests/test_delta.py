@@ -117,7 +117,7 @@ def test_without_the_samples_starts_neighbours_change_results(checkpoints, monke
 
     batch, _ = draw_batch(1)
     expected = make(checkpoints("qwen3_next"), Setup()).log_probs(batch, "old")["log_probs"]
-    delta._replace_missing_kernels()
+    delta._replace_kernels()
     joined = torch.tensor([0, len(batch.tokens)])
     for name, kernel in (("causal_conv1d", delta_rule.convolve), ("chunk_gated_delta_rule", delta_rule.delta_rule)):
         with monkeypatch.context() as patch:
