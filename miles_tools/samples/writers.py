@@ -121,7 +121,7 @@ def _name_failures() -> Iterator[None]:
 
 
 class Writers:
-    """Writes files with other processes, each of which encodes and compresses a part.
+    """Writes files in other processes. Each process encodes and compresses a part.
 
     Args:
         pieces: texts of tokens.

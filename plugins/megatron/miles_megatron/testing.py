@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles_core.trainer import MtpRequest, OptimizerConfig
+from miles_core.data import Batch, Sample, collate
+from miles_core.trainer import Callbacks, MtpRequest, OptimizerConfig
 from miles_formats import Codec
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
-from miles_testing import Setup
+from miles_testing import Setup, TrainerContract
+from miles_testing.yardstick import weighted
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.settings import Settings
@@ -81,6 +83,47 @@ def _make_settings(setup: Setup, balance: float, dtype: torch.dtype) -> Settings
         longest=128,
         model=FULL_RECOMPUTATION if setup.recompute else {},
     )
+
+
+class MegatronContract(TrainerContract):
+    """The trainer's contract for one rank."""
+
+    def make(self, checkpoint: Path, setup: Setup) -> MegatronTrainer:
+        return make(checkpoint, setup)
+
+    def all_layers(self, trainer: Any) -> list[Any]:
+        return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__ == "TransformerLayer"]
+
+
+def draw_neighbours(seed: int) -> Batch:
+    """Return a batch of three samples with weights of tokens (column ``weight``). The second sample is the same for all seeds, and only its tokens
+    have weights."""
+    others, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+    tokens = [torch.randint(3, 60, (n,), generator=g).tolist() for n, g in ((9, others), (12, own), (7, others))]
+    batch = collate([Sample(tokens=t, response_length=len(t) - 1, index=i) for i, t in enumerate(tokens)])
+    weights = batch.columns["weight"] = torch.zeros(len(batch.tokens))
+    weights[9:21] = torch.randn(12, generator=own)
+    return batch
+
+
+def collect_gradients(checkpoint: Path, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the gradients of the weighted sum of log-probs by the checkpoint's names, and the log-probs."""
+    from miles_megatron.layout import join
+
+    trainer = make(checkpoint, Setup(micro_batch_size=None))
+    found: dict[str, torch.Tensor] = {}
+
+    def collect() -> dict[str, float]:
+        for entry in trainer.weights.entries:
+            grad = getattr(trainer.weights.held[entry.name], "main_grad", None)  # a router's correction is a buffer
+            if grad is not None:
+                found.update(zip(entry.checkpoint, join(entry, [grad.clone()], trainer.a), strict=True))
+        return {"grad_norm": 0.0}
+
+    trainer.bind(Callbacks(trainer.forward, weighted, collect))
+    log_probs = trainer.log_probs(batch, "old")["log_probs"]
+    trainer.step(batch)
+    return found, log_probs
 
 
 def may_have_children() -> None:

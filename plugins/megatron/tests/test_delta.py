@@ -10,17 +10,16 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core.data import Sample, collate
 from miles_core.trainer import Callbacks
-from miles_megatron.testing import make, may_have_children
-from miles_testing import Setup, TrainerContract, toy_run
+from miles_megatron.testing import MegatronContract, collect_gradients, draw_neighbours, make, may_have_children
+from miles_testing import Setup, toy_run
 from miles_testing.yardstick import checkpoint_weights, make_batch, weighted, yardstick, yardstick_model
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
 
-class TestQwen3Next(TrainerContract):
+class TestQwen3Next(MegatronContract):
     """Joined projections, experts."""
 
     family = "qwen3_next"
@@ -28,12 +27,6 @@ class TestQwen3Next(TrainerContract):
     @pytest.fixture(scope="class")
     def checkpoint(self, checkpoints):
         return checkpoints(self.family)
-
-    def make(self, checkpoint, setup):
-        return make(checkpoint, setup)
-
-    def all_layers(self, trainer):
-        return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__ == "TransformerLayer"]
 
 
 @pytest.mark.thorough
@@ -46,27 +39,6 @@ class TestQwen35(TestQwen3Next):
 #: Differences of log-probs from those of another order of sums in float32, and of gradients relative to their norm. The largest ones
 #: found are 1.3e-5 and 1.4e-5; those of Transformers in float32 from itself in float64 are 1.6e-5 and 1.7e-5.
 CLOSE = 2e-5
-
-
-def collect_gradients(checkpoint, batch, weights=None):
-    """Checkpoint's names -> gradients of the weighted sum of log-probs, and the log-probs."""
-    from miles_megatron.layout import join
-
-    trainer, found = make(checkpoint, Setup(micro_batch_size=None)), {}
-    if weights is not None:
-        batch.columns["weight"] = weights
-
-    def collect():
-        held = {id(p): p.main_grad for chunk in trainer.chunks for p in chunk.parameters()}
-        for entry in trainer.weights.entries:
-            grad = held[id(trainer.weights.held[entry.name])].clone()
-            found.update(zip(entry.checkpoint, join(entry, [grad], trainer.a), strict=True))
-        return {"grad_norm": 0.0}
-
-    trainer.bind(Callbacks(trainer.forward, weighted, collect))
-    columns = trainer.log_probs(batch, "old")["log_probs"]
-    trainer.step(batch)
-    return found, columns
 
 
 @pytest.mark.parametrize("hybrid", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
@@ -91,19 +63,9 @@ def test_log_probs_gradients_and_exports_are_those_of_transformers(checkpoints, 
     assert units.keys() == stored.keys() and all(torch.equal(units[name], stored[name]) for name in stored)
 
 
-def draw_batch(seed):
-    """Three samples, of which only the second one is the same for all seeds; and weights of its tokens alone."""
-    others, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
-    tokens = [torch.randint(3, 60, (n,), generator=g).tolist() for n, g in ((9, others), (12, own), (7, others))]
-    batch = collate([Sample(tokens=t, response_length=len(t) - 1, index=i) for i, t in enumerate(tokens)])
-    weights = torch.zeros(len(batch.tokens))
-    weights[9:21] = torch.randn(12, generator=own)
-    return batch, weights
-
-
 @pytest.mark.parametrize("hybrid", ["qwen3_next", "qwen3_5_text"])
 def test_a_samples_results_and_gradients_do_not_depend_on_its_neighbours(checkpoints, hybrid):
-    (one, first), (other, second) = (collect_gradients(checkpoints(hybrid), *draw_batch(seed)) for seed in (1, 2))
+    (one, first), (other, second) = (collect_gradients(checkpoints(hybrid), draw_neighbours(seed)) for seed in (1, 2))
     assert not torch.equal(first[:9], second[:9]) and torch.equal(first[9:21], second[9:21])
     for name, gradient in one.items():
         assert torch.equal(gradient, other[name]), name
@@ -115,7 +77,7 @@ def test_without_the_samples_starts_neighbours_change_results(checkpoints, monke
 
     from miles_megatron.trainer import delta, delta_rule
 
-    batch, _ = draw_batch(1)
+    batch = draw_neighbours(1)
     expected = make(checkpoints("qwen3_next"), Setup()).log_probs(batch, "old")["log_probs"]
     delta._replace_kernels()
     joined = torch.tensor([0, len(batch.tokens)])

@@ -9,17 +9,16 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core.data import Sample, collate
 from miles_core.trainer import Callbacks
-from miles_megatron.testing import make, may_have_children
-from miles_testing import Setup, TrainerContract, toy_run
+from miles_megatron.testing import MegatronContract, collect_gradients, draw_neighbours, make, may_have_children
+from miles_testing import Setup, toy_run
 from miles_testing.yardstick import make_batch, weighted
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
 
-class TestNemotronH(TrainerContract):
+class TestNemotronH(MegatronContract):
     """One of mixer, MLP or experts per layer."""
 
     family = "nemotron_h"
@@ -28,12 +27,6 @@ class TestNemotronH(TrainerContract):
     def checkpoint(self, checkpoints):
         return checkpoints(self.family)
 
-    def make(self, checkpoint, setup):
-        return make(checkpoint, setup)
-
-    def all_layers(self, trainer):
-        return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__ == "TransformerLayer"]
-
 
 class TestBamba(TestNemotronH):
     """A mixer and an MLP per layer."""
@@ -41,33 +34,9 @@ class TestBamba(TestNemotronH):
     family = "bamba"
 
 
-def draw_batch(seed):
-    """Three samples, of which only the second one is the same for all seeds; and weights of its tokens alone."""
-    others, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
-    tokens = [torch.randint(3, 60, (n,), generator=g).tolist() for n, g in ((9, others), (12, own), (7, others))]
-    batch = collate([Sample(tokens=t, response_length=len(t) - 1, index=i) for i, t in enumerate(tokens)])
-    batch.columns["weight"] = torch.zeros(len(batch.tokens))
-    batch.columns["weight"][9:21] = torch.randn(12, generator=own)
-    return batch
-
-
-def gradients(checkpoint, batch):
-    """Megatron-Core's names -> gradients of the weighted sum of log-probs, and the log-probs."""
-    trainer, found = make(checkpoint, Setup(micro_batch_size=None)), {}
-
-    def collect():
-        found.update((n, t.main_grad.clone()) for n, t in trainer.weights.held.items() if hasattr(t, "main_grad"))
-        return {"grad_norm": 0.0}
-
-    trainer.bind(Callbacks(trainer.forward, weighted, collect))
-    columns = trainer.log_probs(batch, "old")["log_probs"]
-    trainer.step(batch)
-    return found, columns
-
-
 @pytest.mark.parametrize("chosen", ["nemotron_h", "bamba"])
 def test_a_samples_results_and_gradients_do_not_depend_on_its_neighbours(checkpoints, chosen):
-    (one, first), (other, second) = (gradients(checkpoints(chosen), draw_batch(seed)) for seed in (1, 2))
+    (one, first), (other, second) = (collect_gradients(checkpoints(chosen), draw_neighbours(seed)) for seed in (1, 2))
     assert not torch.equal(first[:9], second[:9]) and torch.equal(first[9:21], second[9:21])
     for name, gradient in one.items():
         assert torch.equal(gradient, other[name]), name
@@ -77,7 +46,7 @@ def test_without_the_bounds_of_samples_neighbours_change_results(checkpoints, mo
     """Able to fail: a mixer that continues from the previous sample gives other log-probs."""
     from miles_megatron.trainer import scan
 
-    batch = draw_batch(1)
+    batch = draw_neighbours(1)
     expected = make(checkpoints("bamba"), Setup()).log_probs(batch, "old")["log_probs"]
     monkeypatch.setattr(scan, "_starts", torch.zeros_like)
     found = make(checkpoints("bamba"), Setup()).log_probs(batch, "old")["log_probs"]

@@ -17,22 +17,16 @@ from miles_core.train.data_shard import merge_metrics
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
 from miles_formats import Format, FormatCodec, Stored, store
 from miles_megatron.sizes import Sizes
-from miles_megatron.testing import make, may_have_children
-from miles_testing import RankedTrainerContract, Setup, TrainerContract
+from miles_megatron.testing import MegatronContract, make, may_have_children
+from miles_testing import RankedTrainerContract, Setup
 from miles_testing.yardstick import make_batch, weighted, yardstick, yardstick_model
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
 
-class TestMegatron(TrainerContract):
+class TestMegatron(MegatronContract):
     """Qwen3-MoE."""
-
-    def make(self, checkpoint, setup):
-        return make(checkpoint, setup)
-
-    def all_layers(self, trainer):
-        return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__ == "TransformerLayer"]
 
 
 class TestTied(TestMegatron):

@@ -82,7 +82,7 @@ def ends(a: Architecture, names: Names) -> tuple[Entry, list[Entry]]:
 
 @dataclass(frozen=True)
 class Names:
-    """A checkpoint's names of what is not in a layer, and the prefix of layers."""
+    """Names in a checkpoint: of the tensors outside the layers, and the prefix of the layers."""
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"

@@ -21,7 +21,7 @@ class DuplicatedLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, config: Any, **fixed: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-        # Megatron-Core then sums its gradient over the ranks, each of which has some of the tokens
+        # Megatron-Core then sums its gradient over the ranks, because each rank has only a part of the tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
