@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from miles_core.data import Batch, Sample, collate
-from miles_core.trainer import Callbacks, MtpRequest, OptimizerConfig
+from miles_core.trainer import Callbacks, Context, Loss, MtpRequest, OptimizerConfig, Output
 from miles_formats import Codec
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
 from miles_testing import Setup, TrainerContract
-from miles_testing.yardstick import weighted
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.settings import Settings
@@ -113,6 +112,10 @@ def collect_gradients(checkpoint: Path, batch: Batch) -> tuple[dict[str, torch.T
     trainer = make(checkpoint, Setup(micro_batch_size=None))
     found: dict[str, torch.Tensor] = {}
 
+    def weigh(output: Output, micro: Batch, ctx: Context) -> Loss:
+        assert output.log_probs is not None
+        return Loss((output.log_probs * micro.column("weight")).sum(), {})
+
     def collect() -> dict[str, float]:
         for entry in trainer.weights.entries:
             grad = getattr(trainer.weights.held[entry.name], "main_grad", None)  # a router's correction is a buffer
@@ -120,7 +123,7 @@ def collect_gradients(checkpoint: Path, batch: Batch) -> tuple[dict[str, torch.T
                 found.update(zip(entry.checkpoint, join(entry, [grad.clone()], trainer.a), strict=True))
         return {"grad_norm": 0.0}
 
-    trainer.bind(Callbacks(trainer.forward, weighted, collect))
+    trainer.bind(Callbacks(trainer.forward, weigh, collect))
     log_probs = trainer.log_probs(batch, "old")["log_probs"]
     trainer.step(batch)
     return found, log_probs
