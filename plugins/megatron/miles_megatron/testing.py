@@ -114,7 +114,7 @@ def collect_gradients(checkpoint: Path, batch: Batch) -> tuple[dict[str, torch.T
 
     def weigh(output: Output, micro: Batch, ctx: Context) -> Loss:
         assert output.log_probs is not None
-        return Loss((output.log_probs * micro.column("weight")).sum(), {})
+        return Loss((output.log_probs * micro.column("weight")).sum())
 
     def collect() -> dict[str, float]:
         for entry in trainer.weights.entries:
