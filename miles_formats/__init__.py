@@ -4,7 +4,8 @@
 ``Stored`` and ``store`` are for its storage. A GPU kernel is used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and
 writes into ``allocate_output``. A ``Product`` multiplies codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as
 a weight sync does; ``make_codec`` creates the codec of a policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``, and
-ask ``miscompiles_delta_rule`` before they run other people's kernels. Names are imported on first use, so that a manifest imports no torch.
+ask ``miscompiles_delta_rule`` before they run other people's kernels. ``use_float32_products`` keeps PyTorch from rounding FP32 to TF32. Names are
+imported on first use, so that a manifest imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     )
     from miles_core.sync.push import make_codec as make_codec
     from miles_formats.codec import FormatCodec as FormatCodec
+    from miles_formats.float32 import use_float32_products as use_float32_products
     from miles_formats.fp8_options import Fp8Options as Fp8Options
     from miles_formats.gpu_kernel import (
         READABLE as READABLE,
@@ -52,6 +54,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.precision.quantizer": "BYTES VALUES FormatItself Parity Quantizer bounded",
         "miles_core.sync.push": "make_codec",
         "miles_formats.codec": "FormatCodec",
+        "miles_formats.float32": "use_float32_products",
         "miles_formats.fp8_options": "Fp8Options",
         "miles_formats.gpu_kernel": "READABLE allocate_output convert_for_kernel miscompiles_delta_rule reference_only runs_kernels",
         "miles_formats.manifest": "format_plugin",

@@ -57,6 +57,7 @@ from miles_embedded.model.refusals import refuse_config, refuse_longer
 from miles_embedded.model.rotary_entries import complete_rotary
 from miles_embedded.model.value_head import is_classifier, refuse_classifier, replace_output
 from miles_embedded.model.without_storage import without_storage
+from miles_formats.float32 import use_float32_products
 
 if TYPE_CHECKING:
     from miles_formats.convert.decode import QuantizedFiles
@@ -172,6 +173,7 @@ def load_model(
         CheckpointError: ``config.json`` does not describe a supported model, weights are missing or have other shapes, or a weight
             is not finite. ``examine`` raises the same errors, except the last, without reading the weights.
     """
+    use_float32_products()
     config = checkpoint_config(path, trust_remote_code, flag)
     with load_errors(path, flag):
         quantized = open_files(path, config, flag)

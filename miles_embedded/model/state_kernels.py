@@ -1,4 +1,4 @@
-"""Kernels of layers that keep a state: which ones may run, and how precisely they compute."""
+"""Kernels of layers that keep a state: which ones may run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from miles_formats.gpu_kernel import miscompiles_delta_rule
@@ -18,14 +17,10 @@ log = logging.getLogger(__name__)
 def choose_kernels(modules: Iterable[nn.Module]) -> None:
     """Choose the kernels of modules with a state, for the whole process.
 
-    Convolutions in FP32 get FP32 products: by default PyTorch lets cuDNN round their inputs to TF32, and a token that is scored would then differ
-    from the same token when it is generated. Transformers' functions for the gated delta rule use flash-linear-attention if it is installed;
-    where Triton compiles it wrongly, they use torch.
+    Transformers' functions for the gated delta rule use flash-linear-attention if it is installed; where Triton compiles it wrongly, they use torch.
     """
-    for module in modules:
-        if next(module.parameters()).is_cuda:
-            torch.backends.cudnn.allow_tf32 = False
-        if miscompiles_delta_rule():
+    if miscompiles_delta_rule():
+        for module in modules:
             _use_torch(sys.modules[type(module).__module__].__dict__)
 
 

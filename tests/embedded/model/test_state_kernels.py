@@ -7,7 +7,6 @@ import sys
 import types
 
 import pytest
-import torch
 from torch import nn
 
 from miles_embedded.model import state_kernels
@@ -58,12 +57,3 @@ def test_transformers_wraps_its_functions_so(tmp_path, monkeypatch):
     monkeypatch.setattr(state_kernels, "miscompiles_delta_rule", lambda: True)
     load_model(family_checkpoint("qwen3_next", tmp_path))
     assert real.torch_chunk_gated_delta_rule is before.__wrapped__
-
-
-def test_on_a_gpu_convolutions_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    state_kernels.choose_kernels([nn.Linear(2, 2)])
-    assert torch.backends.cudnn.allow_tf32
-    on_gpu = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(is_cuda=True)]))
-    state_kernels.choose_kernels([on_gpu])
-    assert not torch.backends.cudnn.allow_tf32

@@ -13,7 +13,7 @@ from torch import nn
 
 from miles_core.plugin import Policy, Run
 from miles_core.trainer import OptimizerConfig, collect_mtp_request, micro_batch_limits
-from miles_formats import make_codec
+from miles_formats import make_codec, use_float32_products
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -43,6 +43,7 @@ _SIZES = {
 
 def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
     """Build this process's rank. With several ranks, torch.distributed must be initialised."""
+    use_float32_products()
     options = run.config.plugin("megatron")
     given = {field: getattr(options, name) for name, field in _SIZES.items() if getattr(options, name)}
     tp = given.setdefault("tp", 1)
