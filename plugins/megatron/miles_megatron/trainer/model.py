@@ -33,6 +33,7 @@ from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.delta import delta_spec
+from miles_megatron.trainer.embedding import stop_padding_gradient
 from miles_megatron.trainer.latent import set_norm_epsilon, sum_rotary_gradients
 from miles_megatron.trainer.mamba import mamba_spec
 from miles_megatron.trainer.norm import CentredNorm, WholeNorm
@@ -338,6 +339,7 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             rope_scaling_factor=float(scaling.get("factor", 8.0)),
             vp_stage=stage,
         )
+        stop_padding_gradient(chunk, a.padding)
         if a.latent is not None:
             set_norm_epsilon(chunk, a.latent.epsilon)
         if a.latent is not None and s.tp > 1 and s.sequence and not has_transformer_engine():
