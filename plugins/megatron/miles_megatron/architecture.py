@@ -144,6 +144,7 @@ class Experts:
         correction: the router adds a bias to the scores when it chooses experts; the bias receives no gradient.
         groups, top_groups: number of expert groups, and of groups to choose from; 1 and 1 without groups.
         scale: factor of the routed experts' output.
+        wide_router: in a BF16 model the router's weight is FP32 if the checkpoint stores it so.
         latent: width of the experts' inputs and outputs, which two projections around all routed experts convert; 0 for the hidden size.
     """
 
@@ -158,6 +159,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    wide_router: bool = False
     latent: int = 0
 
 
