@@ -46,11 +46,11 @@ def test_a_row_outside_of_the_embedding_is_refused(config_of):
 def model(tmp_path_factory):
     """Whether the output layer is tied -> a model of four layers."""
 
-    def made(tied):
+    def make_model(tied):
         directory = tmp_path_factory.mktemp("padding") / "model"
         return tiny_checkpoint("llama", directory, num_hidden_layers=4, pad_token_id=PADDING, tie_word_embeddings=tied)
 
-    return made
+    return make_model
 
 
 def make_trainer(checkpoint, sizes):
