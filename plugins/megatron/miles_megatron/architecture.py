@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from miles_core.plugin import CheckpointError
 from miles_megatron.config_keys import layer_windows
 
 #: What mixes the tokens of a layer: attention, a gated delta net, Mamba-2, or nothing.
@@ -143,6 +144,7 @@ class Experts:
         correction: the router adds a bias to the scores when it chooses experts; the bias receives no gradient.
         groups, top_groups: number of expert groups, and of groups to choose from; 1 and 1 without groups.
         scale: factor of the routed experts' output.
+        wide_router: in a BF16 model the router's weight is FP32 if the checkpoint stores it so.
         latent: width of the experts' inputs and outputs, which two projections around all routed experts convert; 0 for the hidden size.
     """
 
@@ -157,6 +159,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    wide_router: bool = False
     latent: int = 0
 
 
@@ -170,6 +173,7 @@ class Architecture:
         heads, kv_heads, head_dim: attention heads, KV heads and head size; unused with ``latent``.
         ffn: inner size of a dense layer.
         tied: the output layer is tied to the embedding.
+        padding: row of the embedding whose look-ups have no gradient (``padding_idx`` of Transformers' modules), or None.
         qkv_bias, out_bias: the QKV and output projections of attention have biases.
         qk_norm: norm of queries and keys: none, over each head, or over all heads together.
         mlp_bias: experts and router have biases.
@@ -196,6 +200,7 @@ class Architecture:
     head_dim: int
     ffn: int
     tied: bool = False
+    padding: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["", "head", "whole"] = ""
@@ -253,12 +258,29 @@ def common(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": config.get("head_dim") or hidden // heads,
         "ffn": config.get("intermediate_size") or 0,
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "padding": padding_row(config),
         "sparse": (False,) * layers,
         "mtp": int(config.get("num_nextn_predict_layers") or 0),
         "epsilon": config.get("rms_norm_eps", 1e-6),
         "rotary": rotary(config),
         "windows": layer_windows(config),
     }
+
+
+def padding_row(config: Mapping[str, Any]) -> int | None:
+    """Return the row of the padding token in the embedding; None without ``pad_token_id``. A negative id counts from the end, as in torch.
+
+    Raises:
+        CheckpointError: the embedding has no such row."""
+    token, rows = config.get("pad_token_id"), config["vocab_size"]
+    if token is None:
+        return None
+    if not -rows <= token < rows:
+        raise CheckpointError(
+            f"pad_token_id is {token} (of config.json, or else the family's default), and the embedding has {rows} rows: write the right "
+            "one, or null, to config.json"
+        )
+    return int(token % rows)
 
 
 def experts_of(config: Mapping[str, Any]) -> int:

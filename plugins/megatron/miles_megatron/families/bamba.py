@@ -15,7 +15,7 @@ _ROTATED = 0.5
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """Read the architecture from ``config.json``."""
-    given = common({"rms_norm_eps": 1e-5, "partial_rotary_factor": _ROTATED, **config})
+    given = common({"rms_norm_eps": 1e-5, "pad_token_id": 0, "partial_rotary_factor": _ROTATED, **config})
     inner = config.get("mamba_expand", 2) * given["hidden"]
     attending = config.get("attn_layer_indices") or ()
     return Architecture(

@@ -35,6 +35,7 @@ def grouped(config: Mapping[str, Any]) -> Experts:
         groups=config.get("n_group") or 1,
         top_groups=config.get("topk_group") or 1,
         scale=config.get("routed_scaling_factor") or 1.0,
+        wide_router=True,
     )
 
 

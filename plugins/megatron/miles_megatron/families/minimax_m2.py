@@ -17,5 +17,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     a = Architecture(**common(config), qk_norm="whole")
     if config.get("rotary_dim"):
         a = replace(a, rotary=replace(a.rotary, share=config["rotary_dim"] / a.head_dim))
-    chosen = Experts(experts_of(config), config["num_experts_per_tok"], a.ffn, score="sigmoid", correction=True)
+    given = (experts_of(config), config["num_experts_per_tok"], a.ffn)
+    # as in SGLang; a BF16 model of Transformers rounds the checkpoint's FP32 router
+    chosen = Experts(*given, score="sigmoid", correction=True, wide_router=True)
     return replace(a, sparse=(True,) * a.layers, experts=chosen)

@@ -43,6 +43,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         | {
             "epsilon": config.get("layer_norm_epsilon", 1e-5),
             "rotary": Rotary(share=0.0),
+            "padding": None,  # Transformers' embedding of this family has none
             "sparse": tuple(kind == "moe" for kind in listed),
         },
         mixers=tuple(_MIXERS[kind] for kind in listed),

@@ -13,4 +13,6 @@ __all__ = ["layer", "read"]
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """Read the architecture from ``config.json``."""
-    return Architecture(**common({"head_dim": 128, **config}), qkv_bias=bool(config.get("attention_bias", True)))
+    return Architecture(
+        **common({"head_dim": 128, "pad_token_id": 1, **config}), qkv_bias=bool(config.get("attention_bias", True))
+    )

@@ -33,6 +33,8 @@ from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.delta import delta_spec
+from miles_megatron.trainer.embedding import stop_padding_gradient
+from miles_megatron.trainer.gating import allow_wide_weights, find_routers
 from miles_megatron.trainer.latent import set_norm_epsilon, sum_rotary_gradients
 from miles_megatron.trainer.mamba import mamba_spec
 from miles_megatron.trainer.norm import CentredNorm, WholeNorm
@@ -201,6 +203,7 @@ def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
         "moe_router_num_groups": e.groups if e.groups > 1 else None,
         "moe_router_group_topk": e.top_groups if e.groups > 1 else None,
         "moe_latent_size": e.latent or None,
+        # also where engines multiply in BF16: their inputs differ by BF16's rounding, so rounding logits here too would add to the mismatch
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
@@ -338,6 +341,9 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             rope_scaling_factor=float(scaling.get("factor", 8.0)),
             vp_stage=stage,
         )
+        stop_padding_gradient(chunk, a.padding)
+        if a.experts is not None and a.experts.wide_router:
+            allow_wide_weights(chunk)
         if a.latent is not None:
             set_norm_epsilon(chunk, a.latent.epsilon)
         if a.latent is not None and s.tp > 1 and s.sequence and not has_transformer_engine():
@@ -349,11 +355,11 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
 
 
 def in_bf16(config: TransformerConfig, module: nn.Module) -> nn.Module:
-    """Convert a module to BF16, except the routers' correction biases, which stay the same FP32 tensors."""
-    biases = [(m, m.expert_bias) for m in module.modules() if getattr(m, "expert_bias", None) is not None]
+    """Convert a module to BF16, except the routers' FP32 weights and correction biases, which stay the same tensors."""
+    kept = [(router, router.expert_bias, router.weight.data) for router in find_routers(module)]
     made: nn.Module = Float16Module(config, module)
-    for router, bias in biases:
-        router.expert_bias = bias
+    for router, bias, weight in kept:
+        router.expert_bias, router.weight.data = bias, weight
     return made
 
 

@@ -31,6 +31,7 @@ from miles_core.trainer import MtpRequest, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.context import gather_over_context, sum_over_context
+from miles_megatron.trainer.gating import allow_wide_weights
 from miles_megatron.trainer.latent import set_norm_epsilon
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import block_spec, has_transformer_engine
@@ -64,6 +65,8 @@ class Layer(MegatronModule):
         )
         if a.latent is not None:
             set_norm_epsilon(self.layer, a.latent.epsilon)
+        if a.experts is not None and a.experts.wide_router:
+            allow_wide_weights(self.layer)
         if torch.cuda.is_available():
             self.cuda()
 

@@ -28,6 +28,15 @@ def _reuse_norm(inner: Any, norm: float) -> Iterator[None]:
         del inner.prepare_grads, inner.get_grad_norm
 
 
+def _number_parameters(inner: ChainedOptimizer) -> None:
+    """Correct the places of parameters in their groups, by which Megatron-Core 0.19 finds their states: it numbers them in the order of
+    the gradient buffers, but a group has FP32 parameters first, which may be in a later buffer."""
+    for part in inner.chained_optimizers:
+        for index, (single, half) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for place, parameter in enumerate((*single, *half)):
+                part.model_param_group_index_map[parameter] = (index, place)
+
+
 def _name_parameters(inner: ChainedOptimizer, chunks: Sequence[Any]) -> None:
     """Add ``param_names`` to the groups of an optimizer, as torch does for named parameters; ``--record-steps`` reads them.
 
@@ -108,6 +117,7 @@ class Optimizer:
         # start_groups creates gloo groups only without CUDA
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
+        _number_parameters(self.inner)
         _name_parameters(self.inner, chunks)
 
     def configure(self, settings: Mapping[str, float]) -> None:

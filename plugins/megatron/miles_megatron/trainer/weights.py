@@ -71,9 +71,13 @@ class Weights:
             )
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint into the chunks. Raises CheckpointError if a tensor is missing or has another shape."""
-        self.source = self.source or directory
+        """Load a checkpoint into the chunks. Raises CheckpointError if a tensor is missing or has another shape.
+
+        The first one decides whether routers are FP32 (see ``Experts.wide_router``)."""
         files = CheckpointFiles(directory)
+        if self.source is None:
+            self.source = directory
+            self._widen_routers(files)
         with torch.no_grad():
             for entry in self.entries:
                 wanted = [self.held[entry.name]] if entry.name in self.held else []
@@ -82,6 +86,16 @@ class Weights:
                 for held in wanted:
                     tensors = [_read(files, name) for name in entry.checkpoint]
                     held.copy_(self._part(entry, tensors, held))
+
+    def _widen_routers(self, files: CheckpointFiles) -> None:
+        if self.a.experts is None or not self.a.experts.wide_router:
+            return
+        for entry in self.entries:
+            stored = files.entries.get(entry.checkpoint[0])
+            if entry.name.endswith(".router.weight") and stored is not None and stored.dtype == torch.float32:
+                held = self.held.get(entry.name)
+                if held is not None:
+                    held.data = held.data.float()
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of the checkpoint's tensors that belong to this rank's tensors."""
