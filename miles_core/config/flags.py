@@ -22,7 +22,6 @@ from miles_core.errors import ConfigError
 class Source(IntEnum):
     """Sources of values, in ascending precedence."""
 
-    DEFAULT = 0
     ENVIRONMENT = 1
     FILE = 2
     FLAG = 3

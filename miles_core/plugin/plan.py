@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, PlanError
-from miles_core.plugin.facts import Fact, Facts, State, show
+from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.problem import Problem, describe_fact, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 from miles_core.redact import redact_values
@@ -186,22 +186,6 @@ class Plan:
             raise CheckpointError(f"the plan says its digest is {digest}, its content has {plan.digest}: it was edited")
         return plan
 
-    def compare(self, other: Plan) -> tuple[str, ...]:
-        """Return one line for each difference from ``other``; empty if the digests are equal."""
-        if self.digest == other.digest:
-            return ()
-        lines = _differences("miles-core", {"version": self.core}, {"version": other.core})
-        lines += _differences(
-            "plugin", {p.name: p.version for p in self.plugins}, {p.name: p.version for p in other.plugins}
-        )
-        if set(self.order) == set(other.order) and self.order != other.order:
-            lines.append(f"order: {', '.join(self.order)} here, {', '.join(other.order)} there")
-        shared = {*self.consulted, *other.consulted}
-        lines += _differences("fact", _fact_values(self.facts, shared), _fact_values(other.facts, shared))
-        lines += _differences("set", {s.path: s.value for s in self.sets}, {s.path: s.value for s in other.sets})
-        lines += _differences("hooks", {h.target: "used" for h in self.hooks}, {h.target: "used" for h in other.hooks})
-        return tuple(lines)
-
     def check_deferred(self, facts: Iterable[Fact]) -> None:
         """Check the deferred rules on a worker.
 
@@ -270,16 +254,3 @@ def plain(value: Any) -> Any:
 
 def _freeze(item: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in item.items()}
-
-
-def _fact_values(facts: Iterable[Fact], wanted: set[str]) -> dict[str, Any]:
-    return {f.name: describe_fact(f)[1] for f in facts if f.name in wanted}
-
-
-def _differences(what: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name in dict.fromkeys([*mine, *other]):
-        here, there = (show(side[name]) if name in side else "absent" for side in (mine, other))
-        if here != there:
-            lines.append(f"{what} {name}: {here} here, {there} there")
-    return lines
