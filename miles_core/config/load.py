@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config import file, foreign_flags, policies, value
-from miles_core.config.candidates import collect_plugins, is_local, peek
+from miles_core.config.candidates import collect_plugins, peek
 from miles_core.config.command import TRAIN, Command
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
@@ -21,6 +21,7 @@ from miles_core.config.owners import backends_of, choose_owner, with_requirement
 from miles_core.config.rules import explain_stretched_decay, find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
+from miles_core.plugin.discovery import Catalogue, is_file
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.load import find_part
 from miles_core.plugin.manifest import Plugin
@@ -323,11 +324,7 @@ class _ConfigBuilder:
 
     def _name_of(self, spec: str) -> str:
         """Return the plugin name of an item of ``--plugins``, which may be the path of a single file."""
-        if not is_local(spec):
-            return spec
-        from miles_core.plugin.discovery import name_of_file
-
-        return name_of_file(spec)
+        return Catalogue().request(spec) if is_file(spec) else spec
 
     def _find_idle(
         self, by_path: Mapping[str, list[Assignment]], plugins: Iterable[str]
