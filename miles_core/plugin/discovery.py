@@ -23,8 +23,8 @@ from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import find_mistakes
 from miles_core.plugin.failure import describe_import_failure
-from miles_core.plugin.implementation import MARK
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.marker import MARK
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
