@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from miles_core.config import file
+from miles_core.config.flags import is_value
 from miles_core.config.schema import ROOT, Schema, collect
 from miles_core.errors import PluginError
 from miles_core.plugin.discovery import Catalogue, discover, is_file
@@ -47,13 +48,12 @@ def _collect_compatible(catalogue: Catalogue, wanted: Sequence[str]) -> Schema:
 
 def peek(argv: Sequence[str], flag: str) -> list[str]:
     """Return the values of one flag without a schema."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(flag, action="append")
-    try:
-        known, _ = parser.parse_known_args(argv)
-    except argparse.ArgumentError:  # the full parser reports the missing value
-        return []
-    return getattr(known, flag[2:]) or []
+    values = []
+    for word, following in pairwise([*argv, "--"]):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or is_value(following)):
+            values.append(value if equals else following)
+    return values
 
 
 def _named_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
