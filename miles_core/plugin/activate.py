@@ -18,8 +18,9 @@ from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, describe_fact
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, names, parse, same
 
-#: The kinds of parts whose selected name activates the plugin that provides it.
+#: Backends. Like the name of a number format, the selected name activates the plugin that provides it.
 BACKENDS = ("engine", "trainer", "runtime")
+SELECTED = (*BACKENDS, "format")
 SIDES = ("rollout.precision", "train.precision")
 EMULATE = "train.emulate_precision"  # the option that sets the fact precision.emulated
 #: Prefix of facts that are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).

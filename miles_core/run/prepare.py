@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
@@ -20,7 +19,7 @@ from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.mismatch.planned import describe_bounds
 from miles_core.plugin import worker
-from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
+from miles_core.plugin.activate import ENVIRONMENT, SIDES
 from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
@@ -32,7 +31,6 @@ from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.plugin.manifest import Plugin
 
 
 log = logging.getLogger(__name__)
@@ -135,7 +133,7 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     def new_violations(changed: Facts) -> list[str]:
         return [message for message in find_violations(config, changed) if message not in before]
 
-    plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts, new_violations)
+    plan = resolve(config.requested, catalogue, facts, new_violations)
     known = Facts(plan.facts)
     idle = list(find_idle(config.schema, known))
     refused = [each.message for each in idle if not each.harmless]
@@ -213,22 +211,3 @@ def accept(plan: Plan) -> Catalogue:
     set_environment(plan)
     worker.accept(plan, __version__, catalogue, [*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
     return catalogue
-
-
-def requested_plugins(config: Config, facts: Facts, manifests: Mapping[str, Plugin]) -> dict[str, str]:
-    """Return the requested plugins, name -> origin of the request: ``--plugins``, a file, or the option that enables the plugin.
-
-    The result excludes plugins that are enabled because an option selects one of their parts; the resolver adds and reports these.
-    """
-    origin = config.origin("plugins")
-    parts = [(kind, facts.value(kind)) for kind in BACKENDS] + [("format", facts.value(side)) for side in SIDES]
-    selected = {owner.name for kind, part in parts if (owner := provider(kind, part, manifests)) is not None}
-    origins = {}
-    for name, spec in zip(config.plugins, config.run.plugins, strict=True):
-        by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
-        named = config.is_set("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
-        if named:
-            origins[name] = "--plugins" if origin.startswith("--") else origin
-        elif by_option or name not in selected:
-            origins[name] = by_option[0] if by_option else origin
-    return origins
