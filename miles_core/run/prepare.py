@@ -128,19 +128,12 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    before = find_violations(config, facts)  # empty for a configuration that loaded successfully
-
-    def new_violations(changed: Facts) -> list[str]:
-        return [message for message in find_violations(config, changed) if message not in before]
-
-    plan = resolve(config.requested, catalogue, facts, new_violations)
+    plan = resolve(config.requested, catalogue, facts, lambda changed: find_violations(config, changed))
     known = Facts(plan.facts)
-    idle = list(find_idle(config.schema, known))
-    refused = [each.message for each in idle if not each.harmless]
-    if violations := list(dict.fromkeys([*new_violations(known), *refused])):
+    if violations := find_violations(config, known):
         raise ConfigError("; ".join(violations))
     remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
-    idle_lines = [*(each.message for each in idle), *_find_unused_variables(plan)]
+    idle_lines = [*(each.message for each in find_idle(config.schema, known)), *_find_unused_variables(plan)]
     notes = dict.fromkeys([*(f"no effect: {message}" for message in idle_lines), *remarks])
     bounds = dict.fromkeys(
         line for policy in known.policies for line in describe_bounds(known.scope(policy), catalogue)
@@ -158,7 +151,8 @@ def _find_unused_variables(plan: Plan) -> Iterator[str]:
 
 
 def find_violations(config: Config, facts: Facts) -> list[str]:
-    """Return the violations of option types, bounds and core's rules by values that plugins set or fixes propose."""
+    """Return the violations of option types, bounds, core's rules and conditions of effect (``only_if``) by these facts, whose values may be
+    set by plugins or proposed by a fix."""
     problems = []
     for fact in facts.values():
         option = config.schema.find(fact.name)
@@ -170,7 +164,8 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
     if problems:
         return problems
     idle = [each.message for each in find_idle(config.schema, facts) if not each.harmless]
-    return [*find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None), *idle]
+    broken = find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None)
+    return list(dict.fromkeys([*broken, *idle]))
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
