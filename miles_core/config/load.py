@@ -189,12 +189,14 @@ def _build_config(
     facts = Facts(config.facts())
     if jump := explain_stretched_decay(config.get, continued or {}):
         problems.append(jump)
-    problems += find_rule_violations(facts.values())
+    problems += find_rule_violations(facts)
     problems += [
         idle.message for idle in find_idle(schema, undecide(facts, schema), config.plugins) if not idle.harmless
     ]
     for name in config.policies:
-        problems += [f"policies.{name}: {message}" for message in find_rule_violations(config.for_policy(name).facts())]
+        problems += [
+            f"policies.{name}: {message}" for message in find_rule_violations(Facts(config.for_policy(name).facts()))
+        ]
     if problems:
         raise _InvalidConfiguration(problems, schema, builder.missing)
     return config

@@ -164,8 +164,7 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
     if problems:
         return problems
     idle = [each.message for each in find_idle(config.schema, facts) if not each.harmless]
-    broken = find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None)
-    return list(dict.fromkeys([*broken, *idle]))
+    return list(dict.fromkeys([*find_rule_violations(facts), *idle]))
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
