@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, default_facts, show
+from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, show
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, describe_fact
@@ -22,7 +22,6 @@ from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluat
 BACKENDS = ("engine", "trainer", "runtime")
 SELECTED = (*BACKENDS, "format")
 SIDES = ("rollout.precision", "train.precision")
-EMULATE = "train.emulate_precision"  # the option that sets the fact precision.emulated
 #: Prefix of facts that are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).
 ENVIRONMENT = "env."
 _ROUNDS = 32
@@ -92,19 +91,8 @@ def _unknown_plugin(name: str, why: str, manifests: Mapping[str, Plugin]) -> Pro
 def derive(
     facts: Facts, active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], sets: tuple[Setting, ...]
 ) -> Facts:
-    """Add the facts that follow from the active plugins: defaults of their options, set values, ``plugin.*`` and ``*.uses.*``."""
+    """Add the facts that follow from the active plugins: set values, ``plugin.*``, ``*.uses.*`` and ``*.has.*``."""
     extra: dict[str, Fact] = {}
-    for plugin in active.values():
-        extra |= {f.name: f for f in default_facts(plugin, facts.keys())}
-    for kind in BACKENDS:
-        if kind not in facts:
-            extra[kind] = Fact(kind, _default(kind, manifests), "default", flag=f"--{kind}")
-    for side in SIDES:
-        if side not in facts:
-            extra[side] = Fact(side, "bf16", "default", flag="--" + side.replace(".", "-"))
-    if "precision.emulated" not in facts:
-        option = facts.get(EMULATE) or Fact(EMULATE, False, "default", flag="--emulate-precision")
-        extra["precision.emulated"] = replace(option, name="precision.emulated")
     for name, plugin in manifests.items():
         if name != "core" and not plugin.standard:  # standard plugins belong to every run
             extra[f"plugin.{name}"] = Fact(
@@ -147,12 +135,6 @@ def _hide_driver_gpu(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[
         for fact in facts.values():
             if fact.name == "gpu" or fact.name.startswith("gpu."):
                 yield replace(fact, state=State.UNKNOWN, value=None, origin=origin)
-
-
-def _default(kind: str, manifests: Mapping[str, Plugin]) -> str:
-    """Return the default part of a kind: the default of a manifest, else the first part of core."""
-    named = [str(m.defaults[kind]) for m in manifests.values() if kind in m.defaults]
-    return next(iter([*named, *CORE.provides.get(kind, {})]), "")
 
 
 def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin | None:

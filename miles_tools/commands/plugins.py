@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +139,9 @@ def _explain(argv: Sequence[str]) -> int:
     from miles_core.plugin.check import check
     from miles_tools.authoring.explain import explain
 
-    config, catalogue, facts = _situation(rest, options, command)
+    config, catalogue, facts = _situation(rest, options, replace(command, before=("--plugins", options.name)))
     name = catalogue.request(options.name)
-    checked = check({**config.requested, name: "miles plugins explain"}, catalogue, facts)
+    checked = check(config.requested, catalogue, facts)
     print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))
     return 0
 
