@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, show
-from miles_core.plugin.manifest import Plugin, Set
+from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, describe_fact
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, names, parse, same
@@ -174,19 +174,26 @@ def _find_selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tu
 def _find_required(
     active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str, Plugin]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (plugin, reason) for plugins that active plugins require by ``plugin.x``, alone or as an operand of ``and``."""
+    """Yield (plugin, reason) for plugins that rules of active plugins require."""
     for plugin in active.values():
         for rule in plugin.requires:
             try:
-                if evaluate(rule.when, facts.lookup) is not Truth.TRUE:
-                    continue
-                for part in conjuncts(parse(rule.needs)):
-                    if isinstance(part, Compare) and not part.op and part.name.startswith("plugin."):
-                        name = part.name.removeprefix("plugin.")
-                        if name in manifests:
-                            yield name, f"required by {plugin.name}: {rule.because}"
+                applies = evaluate(rule.when, facts.lookup) is Truth.TRUE
             except RuleError:
                 continue  # the checker reports the error
+            for name in plugins_needed(rule) if applies else ():
+                if name in manifests:
+                    yield name, f"required by {plugin.name}: {rule.because}"
+
+
+def plugins_needed(rule: Rule) -> tuple[str, ...]:
+    """Return the plugins that a rule requires by ``plugin.x``, alone or as an operand of ``and``."""
+    try:
+        parts = conjuncts(parse(rule.needs))
+    except RuleError:
+        return ()  # the checker reports the error
+    names = (part.name for part in parts if isinstance(part, Compare) and not part.op)
+    return tuple(name.removeprefix("plugin.") for name in names if name.startswith("plugin."))
 
 
 def _find_settings(active: Mapping[str, Plugin], derived: Facts, facts: Facts) -> Iterator[Setting | Problem]:

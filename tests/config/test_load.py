@@ -86,6 +86,13 @@ def test_a_flag_of_a_required_plugin_is_accepted(loaded):
     assert loaded("--plugins", "fan", "--weights-threshold", "2").plugin("weights").threshold == 2
 
 
+def test_a_flag_of_each_of_several_required_plugins_is_accepted(manifests):
+    rule = Rule("plugin.replay and plugin.weights", "it replays and reweights")
+    manifests = [replace(m, requires=(rule,)) if m.name == "fan" else m for m in manifests]
+    config = load(["--plugins", "fan", "--weights-threshold", "2"], manifests=manifests, environment={})
+    assert config.plugins == ("fan",), "the flag does not request a plugin that the rule requires"
+
+
 def test_a_flag_of_the_backend_that_is_in_force_by_default_is_accepted(loaded):
     assert loaded("--sharding-strategy", "no_shard").embedded.sharding_strategy == "no_shard"
 
