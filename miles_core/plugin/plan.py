@@ -2,7 +2,7 @@
 
 The driver resolves the plan once, before anything is built. The plan lists the plugins in order with their versions, the values
 they set, the facts with their origins, the hook classes to import, and the rules deferred to workers. Its digest is printed in
-the run's header; the plan is saved with every checkpoint and sent to every worker for comparison. It contains only data.
+the run's header; the plan is saved with every checkpoint and sent to every worker, which checks it. It contains only data.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.problem import Problem, describe_fact, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 from miles_core.redact import redact_values
+from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -207,11 +208,15 @@ class Plan:
             raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
 
     def check_installed(self, manifests: Mapping[str, Plugin]) -> None:
-        """Check on a worker, or when resuming, that the installed plugins match the plan.
+        """Check on a worker that miles-core and the installed plugins match the plan.
 
         Raises:
-            PlanError: plugins are missing or have other versions; names all of them.
+            PlanError: miles-core has another version, or plugins are missing or have other versions; names all of them.
         """
+        if self.core != __version__:
+            raise PlanError(
+                f"plan {self.digest} was made by miles-core {self.core}, but {__version__} is installed here: install {self.core}"
+            )
         wrong = []
         for plugin in self.plugins:
             installed = manifests[plugin.name].version if plugin.name in manifests else "not installed"

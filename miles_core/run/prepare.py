@@ -18,7 +18,6 @@ from miles_core.config.rules import find_remarks, find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.mismatch.planned import describe_bounds
-from miles_core.plugin import worker
 from miles_core.plugin.activate import ENVIRONMENT, SIDES
 from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.detect import gpu_facts, model_facts, override
@@ -27,7 +26,6 @@ from miles_core.plugin.facts import Fact, Facts, State, defined_facts
 from miles_core.plugin.installed import package_facts
 from miles_core.plugin.plan import Plan, Setting, plain
 from miles_core.plugin.resolve import resolve
-from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -203,5 +201,6 @@ def accept(plan: Plan) -> Catalogue:
     for path in plan.files:
         catalogue.add_file(path)
     set_environment(plan)
-    worker.accept(plan, __version__, catalogue, [*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
+    plan.check_installed(catalogue)
+    plan.check_deferred([*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
     return catalogue
