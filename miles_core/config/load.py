@@ -226,10 +226,11 @@ class _ConfigBuilder:
     def build(self) -> Config:
         """Build the configuration; appends an error message to ``problems`` for each problem."""
         by_path: dict[str, list[Assignment]] = {}
-        named = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
-        own, origins = policies.check_assignments(self.schema, named, self.problems)
-        for assignment in [a for a in self.assignments if a not in named]:
-            by_path.setdefault(assignment.path, []).append(assignment)
+        of_policies = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
+        own, origins = policies.check_assignments(self.schema, of_policies, self.problems)
+        for assignment in self.assignments:
+            if not assignment.path.startswith(policies.PREFIX):
+                by_path.setdefault(assignment.path, []).append(assignment)
         for path, given in by_path.items():
             self._resolve(path, given)
         if policies.CHECKPOINT not in self.values and own:  # planning needs a model: use that of the first policy
