@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from miles_workers.object_reader import ObjectReader, ReaderEnded, load_function, make_answer
     from miles_workers.object_ref import ObjectRef, Stored
     from miles_workers.output import last_lines, worker_name, write_there
+    from miles_workers.program_choices import ProgramChoices, choices_of_run, policies_sharing
     from miles_workers.program_engine import ProgramEngine
     from miles_workers.rank_worker import RankWorker
     from miles_workers.renewal import EngineLost
@@ -41,6 +42,7 @@ __all__ = [
     "ObjectReader",
     "ObjectRef",
     "ProcessEnded",
+    "ProgramChoices",
     "ProgramEngine",
     "RankWorker",
     "ReaderEnded",
@@ -52,11 +54,13 @@ __all__ = [
     "Worker",
     "WorkerSpec",
     "Workers",
+    "choices_of_run",
     "language_config",
     "last_lines",
     "load_function",
     "make_answer",
     "next_number",
+    "policies_sharing",
     "process_state",
     "short_of_memory",
     "uses_cpu",
@@ -78,6 +82,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.served_model": "ROUTED_EXPERTS Routing language_config",
         "miles_workers.worker": "WorkerSpec Worker",
         "miles_workers.inflight": "next_number",
+        "miles_workers.program_choices": "ProgramChoices choices_of_run policies_sharing",
         "miles_workers.program_engine": "ProgramEngine",
         "miles_workers.renewal": "EngineLost",
         "miles_workers.restarts": "Restarts",

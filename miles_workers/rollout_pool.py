@@ -15,7 +15,6 @@ from miles_core.contracts.runtime import PolicyParts, Producer
 from miles_core.data.batch import add
 from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
-from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
 from miles_workers.direct_engines import EngineState, LostEngine
 from miles_workers.engine_pool import EnginePool
@@ -136,8 +135,7 @@ class RolloutPool(Producer):
             client = f"{self.workers.names[number]}-{next(self._clients)}"
             try:
                 await self.workers.start(number)
-                digest = await self.workers.call(number, RolloutWorker.digest)
-                same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
+                await self.workers.call(number, RolloutWorker.confirm_plan)
                 seat = Seat(number, len(self.workers), client, tuple(self.engines), engines)
                 rows = await self.workers.call(number, RolloutWorker.build, seat)
                 break

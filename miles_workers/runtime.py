@@ -14,7 +14,6 @@ from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost
 from miles_core.mismatch.first_steps import make_check
 from miles_core.mismatch.same_model import compare_models
-from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.train.rank import Rank
@@ -176,7 +175,7 @@ class RemoteRuntime(Runtime):
         while True:
             try:
                 await workers.start(number)
-                same_plan(self.run.plan.digest, {workers.names[number]: await workers.call(number, Worker.digest)})
+                await workers.call(number, Worker.confirm_plan)
                 return
             except WorkerLost as lost:
                 self.restarts.spend(lost)

@@ -89,9 +89,8 @@ class Worker:
         """Return the names of the workers that this one waits for. Called in another thread while the worker computes."""
         return ()
 
-    def digest(self) -> str:
-        """Return the digest of the plan that this worker accepted."""
-        return self.run.plan.digest
+    def confirm_plan(self) -> None:
+        """The first call of a worker, which raises what its constructor raised, such as a PlanError."""
 
     async def close(self) -> None:
         """Release all resources."""

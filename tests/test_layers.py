@@ -62,7 +62,7 @@ LAYERS: list[dict[str, str]] = [
         "mismatch": "errors data plugin precision contracts sync rollout",
     },
     {
-        "run": "errors text version redact data plugin config observe checkpoint contracts reward rollout train mismatch",
+        "run": "errors text redact data plugin config observe checkpoint contracts reward rollout train mismatch",
     },
     {
         "defaults": "reward sync rollout train schedule mismatch run",

@@ -23,7 +23,7 @@ def predict(given: argparse.Namespace, flags: list[str], mean: float) -> dict[st
     from miles_core.config.load import load
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
-    from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
+    from miles_core.run.prepare import catalogue_for, facts_for
     from miles_planner.layout import engine_planner, trainer_planner
     from miles_planner.model_cost import model_cost
     from miles_planner.rates import rates_of
@@ -35,7 +35,7 @@ def predict(given: argparse.Namespace, flags: list[str], mean: float) -> dict[st
     config = load([*flags, "--device", "cuda"] if given.device == "cpu" else flags)
     catalogue = catalogue_for(config)
     facts = facts_for(config, [f"hardware=1x2x{given.gpu}"])
-    result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
+    result = check(config.requested, catalogue, facts)
     model = model_config(config.model.hf_checkpoint)
     assert model is not None
     cost, rates = model_cost(model), rates_of(given.gpu, 2)

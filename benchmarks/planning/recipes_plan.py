@@ -24,7 +24,7 @@ from miles_core.config.load import load
 from miles_core.plugin import Facts
 from miles_core.plugin.check import check
 from miles_core.plugin.model_config import model_config
-from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
+from miles_core.run.prepare import catalogue_for, facts_for
 from miles_planner.layout import engine_planner, trainer_planner
 from miles_planner.model_cost import model_cost
 from miles_planner.rates import rates_of
@@ -197,7 +197,7 @@ def judge_on(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = load(flags(row, checkpoint))
     catalogue = catalogue_for(config)
     facts = facts_for(config, [f"hardware={hardware(row)}"])
-    result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
+    result = check(config.requested, catalogue, facts)
     found["accepted"] = not result.problems if row["engine"] else None
     if result.problems and row["engine"]:
         found["reason"] = "; ".join(f"{p.who} {p.verb} {p.needs}: {p.because}" for p in result.problems)

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from miles_core.config.flags import add_flag, build_parser, describe, new_parser
+from miles_core.config.flags import add_flag, build_help, describe, new_help
 from miles_core.config.schema import CORE, Schema
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
@@ -67,11 +67,11 @@ def help_text(argv: Sequence[str], schema: Schema, command: str, extra: Sequence
     end = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
     words = [ALL] if ALL in argv else list(rest[:end])
     if words == [ALL]:
-        return build_parser(schema, command, (*REQUESTS, *extra)).format_help()
+        return build_help(schema, command, (*REQUESTS, *extra)).format_help()
     if not words:
         return _short(schema, command, extra)
     chosen = {spelling for word in words for spelling in _matching(schema, word)}
-    text = build_parser(schema, command, (), chosen).format_help()
+    text = build_help(schema, command, (), chosen).format_help()
     return text[text.index("\n\n", text.index("command:")) + 2 :]  # flags of the command itself answer no search
 
 
@@ -101,7 +101,7 @@ def _matching(schema: Schema, word: str) -> set[str]:
 
 
 def _short(schema: Schema, command: str, extra: Sequence[tuple[str, str]]) -> str:
-    parser = new_parser(command, (*REQUESTS, *extra))
+    parser = new_help(command, (*REQUESTS, *extra))
     section = parser.add_argument_group("most used")
     for path in MOST_USED:
         add_flag(section, schema.flag_of(path))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
 from miles_core.config import file
+from miles_core.config.flags import is_value
 from miles_core.config.schema import ROOT, Schema, collect
 from miles_core.errors import PluginError
-
-if TYPE_CHECKING:
-    from miles_core.plugin.discovery import Catalogue
+from miles_core.plugin.discovery import Catalogue, discover, is_file
 
 
 def collect_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Schema:
@@ -23,10 +22,8 @@ def collect_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) 
     Raises:
         PluginError: a plugin named by ``--plugins`` cannot be imported, or two of them conflict.
     """
-    from miles_core.plugin.discovery import discover
-
     catalogue = discover()
-    wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_local(n) or n in catalogue]
+    wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_file(n) or n in catalogue]
     return _collect_compatible(catalogue, wanted)
 
 
@@ -51,13 +48,12 @@ def _collect_compatible(catalogue: Catalogue, wanted: Sequence[str]) -> Schema:
 
 def peek(argv: Sequence[str], flag: str) -> list[str]:
     """Return the values of one flag without a schema."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(flag, action="append")
-    try:
-        known, _ = parser.parse_known_args(argv)
-    except argparse.ArgumentError:  # the full parser reports the missing value
-        return []
-    return getattr(known, flag[2:]) or []
+    values = []
+    for word, following in pairwise([*argv, "--"]):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or is_value(following)):
+            values.append(value if equals else following)
+    return values
 
 
 def _named_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
@@ -70,8 +66,3 @@ def _named_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -
                 named += [e.value for e in inner if e.key.lstrip("-") == "plugins"]
     words = [word for item in named for word in (item if isinstance(item, list) else str(item).split(","))]
     return list(dict.fromkeys(str(word) for word in words if word))
-
-
-def is_local(name: str) -> bool:
-    """Whether an item of ``--plugins`` is the path of a single-file plugin."""
-    return name.endswith(".py") or "/" in name or "\\" in name

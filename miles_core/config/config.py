@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from miles_core.config.schema import CORE, ROOT, Option, Schema
 from miles_core.config.yaml_scalars import dump
 from miles_core.errors import ConfigError, PluginError
 from miles_core.nearest import did_you_mean
+from miles_core.plugin.activate import SELECTED
 from miles_core.plugin.facts import Fact
 
 
@@ -27,7 +28,8 @@ class Config:
 
     Attributes:
         requested: requested plugin -> origin of the request (``"--plugins mine,yours"``), in order.
-        plugins: names of the enabled plugins: the requested ones and, after ``with_plugins``, their requirements.
+        plugins: names of the enabled plugins: the requested ones and those that provide the selected backends and number formats;
+            after ``with_plugins``, those of the plan.
         policies: name of each policy in the configuration file -> its own values (``miles_core.config.policies``).
     """
 
@@ -69,7 +71,7 @@ class Config:
         self._chosen = chosen
         self._passthrough = dict(passthrough)
         self.requested = dict(requested)
-        self.plugins = tuple(requested) if active is None else active
+        self.plugins = (*self.requested, *self._find_selected()) if active is None else active
         self._active = active
         self.policies: dict[str, dict[str, Any]] = {name: dict(own) for name, own in (policies or {}).items()}
         self._groups: dict[str, Any] = {}
@@ -80,6 +82,14 @@ class Config:
                 raise PluginError(
                     f"a plugin may not be called {table!r}: configurations have an attribute with that name"
                 )
+
+    def _find_selected(self) -> Iterator[str]:
+        """Yield the plugins that provide a backend or number format other than the default, unless a requested plugin provides it."""
+        options = [option for option in self._schema.options.values() if option.info.part in SELECTED]
+        chosen = [(o, self._values[o.path]) for o in options if self._values[o.path] != o.default]
+        providers = [option.providers.get(name, ()) for option, name in chosen]
+        found = dict.fromkeys(name for names in providers if not {*names} & {*self.requested} for name in names)
+        yield from (name for name in found if not self._schema.manifests[name].standard)
 
     @property
     def schema(self) -> Schema:
@@ -228,18 +238,8 @@ class Config:
         return self._copy(policies=named)
 
     def with_plugins(self, names: Iterable[str]) -> Config:
-        """Return a copy of this configuration with the plugins of the accepted plan, including requirements.
-
-        Raises:
-            ConfigError: an option of a plugin outside the plan is set.
-        """
-        active = tuple(names)
-        for path in sorted(self._chosen):
-            option = self._schema.options.get(path)
-            owners = self._schema.flag_of(path).owners if option else (self._schema.owners[path.partition(".")[0]],)
-            if not ({CORE, *active} & set(owners)):
-                raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
-        return self._copy(active=active)
+        """Return a copy of this configuration with the plugins of the accepted plan, including requirements."""
+        return self._copy(active=tuple(names))
 
     def _copy(self, **changes: Any) -> Config:
         """Return a copy of this configuration; ``changes`` are arguments of the constructor."""
@@ -292,7 +292,7 @@ class Config:
         return hash(tuple(self.requested))
 
     def _key(self) -> tuple[Any, ...]:
-        shown = {CORE, *self.requested}
+        shown = {CORE, *self.requested, *self._find_selected()}
         values = {p: self._values[p] for p, o in self._schema.options.items() if o.owner in shown}
         return tuple(self.requested), values, self._passthrough, self.policies
 

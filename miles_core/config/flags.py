@@ -1,13 +1,14 @@
-"""The command line: build an argparse parser from the schema, and parse arguments to assignments.
+"""The command line: split arguments into assignments, and format ``--help``.
 
-argparse only splits the command line and formats ``--help``. Types are checked later, together with the values of files, so
-that all sources produce the same error messages (measurements: docs/decisions/0002-configuration-parser.md).
+Types are checked later, together with the values of files, so that all sources produce the same error messages
+(docs/decisions/0002-configuration-parser.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,13 +17,14 @@ from typing import Any
 from miles_core.config import foreign_flags
 from miles_core.config.command import TRAIN
 from miles_core.config.schema import CORE, Flag, Option, Schema
-from miles_core.errors import ConfigError
+
+CONFIG = "--config"
+_NEGATIVE = re.compile(r"-\.?\d")
 
 
 class Source(IntEnum):
     """Sources of values, in ascending precedence."""
 
-    DEFAULT = 0
     ENVIRONMENT = 1
     FILE = 2
     FLAG = 3
@@ -62,77 +64,39 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
-
-
-class _Record(argparse.Action):
-    """Records the typed value as an assignment, without converting it."""
-
-    def __init__(self, *, flag: Flag, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.flag = flag
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        typed = option_string or self.flag.spelling
-        if self.flag.option.is_bool:
-            values, origin = not typed.startswith("--no-") or typed in self.flag.aliases, typed
-        else:
-            origin = f"{typed} {values}"
-        for option in self.flag.options:
-            namespace.given.append(Assignment(option.path, values, origin, Source.FLAG, self.flag.spelling))
-
-
-class _RecordAlias(argparse.Action):
-    def __init__(self, *, values: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(nargs=0, **kwargs)
-        self.values = values
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        typed = option_string or self.option_strings[0]
-        for path, value in self.values.items():
-            # a flag with several values describes a whole run, so it replaces other flags
-            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed, int(len(self.values) > 1)))
-
-
-def new_parser(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
-    """Build a parser with the flags of the command itself only.
+def new_help(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> argparse.ArgumentParser:
+    """Return a parser that only formats help, with the flags of the command itself.
 
     Args:
-        extra: (flag, help) of switches that the command handles, for ``--help`` only.
+        extra: (flag, help) of switches that the command handles.
     """
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog=command,
         usage=f"{command} [--config FILE] [--plugins NAME,...] [options]",
         add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
     )
     general = parser.add_argument_group("command")
-    general.add_argument(
-        "--config", action="append", metavar="FILE", help="YAML or TOML file; later ones and flags win"
-    )
+    general.add_argument(CONFIG, metavar="FILE", help="YAML or TOML file; later ones and flags win")
     general.add_argument("--help", "-h", action="store_true", help="show this help")
     for switch, text in extra:
         general.add_argument(switch, action="store_true", help=_escape(text))
     return parser
 
 
-def build_parser(
+def build_help(
     schema: Schema,
     command: str = "miles train",
     extra: Sequence[tuple[str, str]] = (),
     chosen: Collection[str] | None = None,
-) -> _Parser:
-    """Build the parser. Its ``--help`` lists the groups of core, then those of each plugin.
+) -> argparse.ArgumentParser:
+    """Return a parser that only formats help: the groups of core, then those of each plugin.
 
     Args:
-        extra: see ``new_parser``.
+        extra: see ``new_help``.
         chosen: spellings of the flags and aliases to include; None includes all of them.
     """
-    parser = new_parser(command, extra)
+    parser = new_help(command, extra)
     shown: set[str] = set()
 
     def taken(spelling: str) -> bool:
@@ -173,22 +137,13 @@ def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
     alias = schema.aliases[spelling]
     values = {option.path: value for path, value in alias.values.items() if (option := schema.find(path))}
     text = ", ".join(f"{path} = {value}" for path, value in values.items())
-    section.add_argument(
-        spelling, action=_RecordAlias, values=values, dest=argparse.SUPPRESS, help=_escape(f"sets {text}")
-    )
+    section.add_argument(spelling, action="store_true", help=_escape(f"sets {text}"))
 
 
 def add_flag(section: Any, flag: Flag) -> None:
-    """Add a flag to an argparse group; of a switch, help shows the positive form and the parser takes both."""
-    option = flag.option
-    names = [flag.spelling, *flag.aliases]
-    text = _escape(describe(flag))
-    common: dict[str, Any] = {"action": _Record, "flag": flag, "dest": argparse.SUPPRESS}
-    if not option.is_bool:
-        section.add_argument(*names, metavar=metavar(option), help=text, **common)
-        return
-    section.add_argument(*names, nargs=0, help=text, **common)
-    section.add_argument(*(f"--no-{name[2:]}" for name in names), nargs=0, help=argparse.SUPPRESS, **common)
+    """Add a flag to an argparse group of ``--help``; of a switch the positive form."""
+    value: dict[str, Any] = {"action": "store_true"} if flag.option.is_bool else {"metavar": metavar(flag.option)}
+    section.add_argument(flag.spelling, *flag.aliases, help=_escape(describe(flag)), **value)
 
 
 def metavar(option: Option) -> str:
@@ -233,68 +188,63 @@ def _escape(text: str) -> str:
 def parse(schema: Schema, argv: Sequence[str], own: Sequence[str] = TRAIN.flags) -> CommandLine:
     """Split ``argv`` into assignments. Undeclared words produce error messages in ``problems``. own: the command's own flags."""
     line = CommandLine()
-    rest = _extract_passthrough(schema, argv, line)
-    namespace = argparse.Namespace(given=line.assignments)
-    # a parser of the flags in ``rest`` only; adding all of them takes longer than the rest of the parsing
-    words = {word.partition("=")[0] for word in rest}
-    words |= {f"--{word[5:]}" for word in words if word.startswith("--no-")}
-    words |= {schema.flags[word].spelling for word in words & schema.flags.keys()}
-    try:
-        namespace, extras = build_parser(schema, chosen=words).parse_known_args(rest, namespace)
-    except argparse.ArgumentError as error:
-        line.problems.append(_explain_argument_error(error))
-        return line
-    line.files = namespace.config or []
-    for token in _find_unknown(extras):
-        line.problems.append(
-            foreign_flags.explain_flag(token, schema, own)
-            if token.startswith("-")
-            else foreign_flags.explain_word(token)
-        )
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, given, value = word.partition("=")
+        if is_value(word):
+            line.problems.append(foreign_flags.explain_word(word))
+        elif fixed := _assign_fixed(schema, name):
+            line.assignments += [] if given else fixed
+            line.problems += [_explain_value(schema, name, value)] if given else []
+        else:
+            if not given and words and is_value(words[0]):
+                given, value = " ", words.pop(0)
+            _assign(schema, name, value if given else None, line, own)
     return line
 
 
-def _explain_argument_error(error: argparse.ArgumentError) -> str:
-    names = (error.argument_name or "?").split("/")
-    if "expected" in error.message:
-        return f"{names[0]} needs a value; one that begins with a dash is written {names[0]}=VALUE"
-    bare = names[0].removeprefix("--no-").removeprefix("--")
-    return f"{names[0]} takes no value ({error.message}); write --{bare} or --no-{bare}"
+def is_value(word: str) -> bool:
+    """Whether a word of a command line is no flag. Only numbers and texts with spaces may begin with a dash."""
+    return not word.startswith("-") or word == "-" or bool(_NEGATIVE.match(word)) or " " in word.partition("=")[0]
 
 
-def _find_unknown(extras: Sequence[str]) -> list[str]:
-    """Return the unknown flags and words among the arguments that argparse did not parse, without values of unknown flags."""
-    tokens = []
-    after_flag = False
-    for token in extras:
-        is_flag = token.startswith("-") and not token.lstrip("-")[:1].isdigit()
-        if is_flag or not after_flag:
-            tokens.append(token.partition("=")[0] if is_flag else token)
-        after_flag = is_flag and "=" not in token
-    return tokens
+def _assign_fixed(schema: Schema, name: str) -> list[Assignment]:
+    """Return the assignments of an alias, of a switch and of its ``--no-`` form; none for other flags."""
+    if name in schema.aliases:
+        values = [(schema.find(path), value) for path, value in schema.aliases[name].values.items()]
+        rank = int(len(values) > 1)  # a flag with several values describes a whole run, so it replaces other flags
+        return [Assignment(o.path, value, name, Source.FLAG, name, rank) for o, value in values if o is not None]
+    positive = name if name in schema.flags else name.replace("--no-", "--", 1)
+    flag = schema.flags.get(positive)
+    if flag is None or not flag.option.is_bool:
+        return []
+    return [Assignment(o.path, positive == name, name, Source.FLAG, flag.spelling) for o in flag.options]
 
 
-def _extract_passthrough(schema: Schema, argv: Sequence[str], line: CommandLine) -> list[str]:
-    """Convert flags that match only a pass-through prefix to assignments; returns the remaining arguments."""
-    declared = set(schema.spellings())
-    rest: list[str] = []
-    position = 0
-    while position < len(argv):
-        token = argv[position]
-        position += 1
-        name, equals, value = token.partition("=")
-        target = schema.passthrough_of(name) if name not in declared else None
-        if target is None:
-            rest.append(token)
-            continue
-        if not equals and position < len(argv) and not argv[position].startswith("--"):
-            value, equals = argv[position], "="
-            position += 1
-        raw = parse_natural(value) if equals else True
-        origin = f"{name} {value}".strip()
-        path = f"{target[0]}.{target[1]}"
-        line.assignments.append(Assignment(path, raw, origin, Source.FLAG, name, passthrough=True))
-    return rest
+def _explain_value(schema: Schema, name: str, value: str) -> str:
+    positive = name.replace("--no-", "--", 1)
+    forms = name if name in schema.aliases else f"{positive} or {positive.replace('--', '--no-', 1)}"
+    return f"{name} takes no value, and has {value!r}; write {forms}"
+
+
+def _assign(schema: Schema, name: str, value: str | None, line: CommandLine, own: Sequence[str]) -> None:
+    """Add the assignments of a flag with a value, a file or a problem to ``line``. value: None if the flag has none."""
+    flag = schema.flags.get(name)
+    passed = schema.passthrough_of(name) if flag is None else None
+    if passed is not None:
+        raw = True if value is None else parse_natural(value)
+        origin = name if value is None else f"{name} {value}"
+        line.assignments.append(Assignment(".".join(passed), raw, origin, Source.FLAG, name, passthrough=True))
+    elif flag is None and name != CONFIG:
+        line.problems.append(foreign_flags.explain_flag(name, schema, own))
+    elif value is None:
+        line.problems.append(f"{name} needs a value; one that begins with a dash is written {name}=VALUE")
+    elif flag is None:
+        line.files.append(value)
+    else:
+        origin = f"{name} {value}"
+        line.assignments += [Assignment(o.path, value, origin, Source.FLAG, flag.spelling) for o in flag.options]
 
 
 def parse_natural(text: str) -> Any:

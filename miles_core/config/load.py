@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config import file, foreign_flags, policies, value
-from miles_core.config.candidates import collect_plugins, is_local, peek
+from miles_core.config.candidates import collect_plugins, peek
 from miles_core.config.command import TRAIN, Command
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
@@ -21,6 +21,8 @@ from miles_core.config.owners import backends_of, choose_owner, with_requirement
 from miles_core.config.rules import explain_stretched_decay, find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
+from miles_core.plugin.activate import SELECTED
+from miles_core.plugin.discovery import Catalogue, is_file
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.load import find_part
 from miles_core.plugin.manifest import Plugin
@@ -187,12 +189,14 @@ def _build_config(
     facts = Facts(config.facts())
     if jump := explain_stretched_decay(config.get, continued or {}):
         problems.append(jump)
-    problems += find_rule_violations(facts.values())
+    problems += find_rule_violations(facts)
     problems += [
         idle.message for idle in find_idle(schema, undecide(facts, schema), config.plugins) if not idle.harmless
     ]
     for name in config.policies:
-        problems += [f"policies.{name}: {message}" for message in find_rule_violations(config.for_policy(name).facts())]
+        problems += [
+            f"policies.{name}: {message}" for message in find_rule_violations(Facts(config.for_policy(name).facts()))
+        ]
     if problems:
         raise _InvalidConfiguration(problems, schema, builder.missing)
     return config
@@ -218,15 +222,15 @@ class _ConfigBuilder:
         self.passthrough: dict[str, Any] = {}
         self.wrong: set[str] = set()  # flags with an invalid value
         self.missing: dict[str, str] = {}  # flags that would enable the plugins of the options in use
-        self.enabled: dict[str, str] = {}  # plugins of options in use that nothing else enables, plugin -> origin
 
     def build(self) -> Config:
         """Build the configuration; appends an error message to ``problems`` for each problem."""
         by_path: dict[str, list[Assignment]] = {}
-        named = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
-        own, origins = policies.check_assignments(self.schema, named, self.problems)
-        for assignment in [a for a in self.assignments if a not in named]:
-            by_path.setdefault(assignment.path, []).append(assignment)
+        of_policies = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
+        own, origins = policies.check_assignments(self.schema, of_policies, self.problems)
+        for assignment in self.assignments:
+            if not assignment.path.startswith(policies.PREFIX):
+                by_path.setdefault(assignment.path, []).append(assignment)
         for path, given in by_path.items():
             self._resolve(path, given)
         if policies.CHECKPOINT not in self.values and own:  # planning needs a model: use that of the first policy
@@ -235,9 +239,12 @@ class _ConfigBuilder:
                 self.values[policies.CHECKPOINT] = values[policies.CHECKPOINT]
                 self.origins[policies.CHECKPOINT] = origins[f"{policies.PREFIX}{first}.{policies.CHECKPOINT}"]
                 self.chosen.add(policies.CHECKPOINT)
-        requested = self._collect_requested()
-        if self._enable_owners(self._find_idle(by_path, requested)):
-            requested = self._collect_requested()
+        named = self._collect_named()
+        requested = self._collect_requested(named)
+        requested |= self._enable_owners(self._find_idle(by_path, requested))
+        if requested:
+            self.values[PLUGINS] = tuple(named.get(name, name) for name in requested)
+            self.origins.setdefault(PLUGINS, ", ".join(requested.values()))
         self._report_idle(self._find_idle(by_path, requested))
         chosen = frozenset(self.chosen)
         return Config(
@@ -279,40 +286,39 @@ class _ConfigBuilder:
                 return f"{assignment.origin}: {sentence}"
         return message
 
-    def _collect_requested(self) -> dict[str, str]:
-        """Return requested plugin -> origin. Sets ``run.plugins`` to the complete list, so that a saved file includes it."""
-        specs: dict[str, str] = {}
-        origins: dict[str, str] = {}
+    def _collect_named(self) -> dict[str, str]:
+        """Return the plugins that ``--plugins`` names: name -> item, which may be the path of a single file."""
+        named: dict[str, str] = {}
         for spec in self.values.get(PLUGINS, ()):
-            name = self._name_of(spec)
+            name = Catalogue().request(spec) if is_file(spec) else spec
             if name in self.schema.manifests:
-                specs.setdefault(name, spec)
-                origins.setdefault(name, self.origins[PLUGINS])
+                named.setdefault(name, spec)
             else:
                 self.problems.append(f"{self.origins[PLUGINS]}: {foreign_flags.explain_plugin(spec, self.schema)}")
+        return named
+
+    def _collect_requested(self, named: Iterable[str]) -> dict[str, str]:
+        """Return requested plugin -> origin: the ``named`` plugins, and those that other options enable.
+
+        The plan adds the plugins that provide the selected backends and number formats (``plugin.activate``).
+        """
+        origin = self.origins.get(PLUGINS, "")
+        requested = dict.fromkeys(named, "--plugins" if origin.startswith("--plugins") else origin)
         for path, item in self.values.items():
             option = self.schema.options[path]
             if option.enables_with(item):
-                specs.setdefault(option.owner, option.owner)
-                origins.setdefault(option.owner, self.origins[path])
+                requested.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
-            if any(name in self.schema.manifests and self.schema.manifests[name].standard for name in providers):
-                continue  # a part of every run
-            if providers and item not in (*option.info.choices, option.default) and not set(providers) & set(specs):
-                if len(providers) > 1:
-                    self.problems.append(
-                        f"{self.origins[path]}: {value.format_choices(providers)} provide it; name one of them in --plugins"
-                    )
-                else:
-                    specs[providers[0]] = providers[0]
-                    origins[providers[0]] = self.origins[path]
-        for name, origin in self.enabled.items():
-            specs.setdefault(name, name)
-            origins.setdefault(name, origin)
-        if specs:
-            self.values[PLUGINS] = tuple(specs.values())
-            self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
-        return origins
+            standard = any(self.schema.manifests[name].standard for name in providers)  # a part of every run
+            if standard or item in (*option.info.choices, option.default) or requested.keys() & set(providers):
+                continue
+            if len(providers) > 1:
+                self.problems.append(
+                    f"{self.origins[path]}: {value.format_choices(providers)} provide it; name one of them in --plugins"
+                )
+            elif option.info.part not in SELECTED:
+                requested |= dict.fromkeys(providers, self.origins[path])
+        return requested
 
     def _providers(self) -> set[str]:
         """Return the plugins that provide the selected parts, including defaults."""
@@ -321,19 +327,11 @@ class _ConfigBuilder:
         )
         return {name for names in providers for name in names or ()}
 
-    def _name_of(self, spec: str) -> str:
-        """Return the plugin name of an item of ``--plugins``, which may be the path of a single file."""
-        if not is_local(spec):
-            return spec
-        from miles_core.plugin.discovery import name_of_file
-
-        return name_of_file(spec)
-
     def _find_idle(
         self, by_path: Mapping[str, list[Assignment]], plugins: Iterable[str]
     ) -> dict[tuple[str, ...], list[Assignment]]:
         """Return the values of options that only installed plugins outside this run have: owners -> assignments."""
-        possible = {CORE, *with_requirements(self.schema, plugins), *self._providers()}
+        possible = {CORE, *with_requirements(self.schema, [*plugins, *self._providers()])}
         idle: dict[tuple[str, ...], list[Assignment]] = {}
         for path, given in by_path.items():
             last = given[-1]
@@ -346,24 +344,23 @@ class _ConfigBuilder:
                 idle.setdefault(tuple(owners), []).append(last)
         return idle
 
-    def _enable_owners(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> bool:
-        """Add the plugins that the user's options imply (``owners.choose_owner``) to the run; return whether any was added.
+    def _enable_owners(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> dict[str, str]:
+        """Return the plugins that the user's options imply (``owners.choose_owner``): plugin -> origin.
 
-        A plugin that provides a backend is added by selecting this backend. Environment variables add no plugin: they may be set for
-        other programs.
+        A backend that such a plugin provides is selected. Environment variables imply no plugin: they may be set for other programs.
         """
-        added = set(self.enabled)
+        enabled: dict[str, str] = {}
         for owners, given in sorted(idle.items(), key=lambda entry: len(entry[0])):
             origins = [a.origin for a in given if a.source is not Source.ENVIRONMENT]
-            taken = {*self.enabled, *self._providers()}
+            taken = {*enabled, *self._providers()}
             owner = choose_owner(self.schema, owners, [a.spelling for a in given], taken, self.chosen)
             if not origins or not owner:
                 continue
             for path, name in backends_of(self.schema, owner).items():
                 self.values[path] = name
                 self.origins[path] = f"selected by {origins[0]}"
-            self.enabled[owner] = origins[0]
-        return set(self.enabled) != added
+            enabled[owner] = origins[0]
+        return enabled
 
     def _report_idle(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> None:
         """Report options of installed plugins that this run does not enable."""

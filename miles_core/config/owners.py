@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from miles_core.config.schema import Schema
-from miles_core.plugin.activate import BACKENDS
+from miles_core.plugin.activate import BACKENDS, plugins_needed
 
 
 def backends_of(schema: Schema, plugin: str) -> dict[str, str]:
@@ -27,9 +27,7 @@ def with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:
         if name not in names and name in schema.manifests:
             names.add(name)
             for rule in schema.manifests[name].requires:
-                needs = rule.needs.strip()
-                if needs.startswith("plugin."):
-                    waiting.append(needs.removeprefix("plugin.").split()[0])
+                waiting += plugins_needed(rule)
     return names
 
 

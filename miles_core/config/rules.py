@@ -134,9 +134,8 @@ REMARKS = {
 }
 
 
-def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
-    """Yield an error message for every rule and relation that these options (``Config.facts``) violate."""
-    known = Facts(facts)
+def find_rule_violations(known: Facts) -> Iterator[str]:
+    """Yield an error message for every rule and relation that the options among these facts violate."""
     for rule in RULES:
         if evaluate(rule.when, known.lookup) is Truth.TRUE and evaluate(rule.needs, known.lookup) is Truth.FALSE:
             causes = [known[name] for name in names(parse(rule.when))]

@@ -26,7 +26,7 @@ The prefix determines the calling convention:
   the plan is the outermost wrapper.
 - ``on_*`` is called at an event and changes its arguments in place; it returns nothing.
 
-pluggy calls hooks only while building and at coarse events, never inside a forward pass, a loss or a stream of tensors.
+Hooks are called only while building and at coarse events, never inside a forward pass, a loss or a stream of tensors.
 
 An implementation accepts any subset of a hook's arguments, by name and without defaults, and is decorated with ``hookimpl``.
 """
@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from miles_core.plugin.load import Hooks, register
-from miles_core.plugin.marker import hookspec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,11 +124,9 @@ WITHOUT_A_RUN: dict[str, tuple[tuple[str, ...], str]] = {
 class HookSpecs:
     """Specifications of all event and wrapper hooks. ``Runs in`` names the process that calls the hook."""
 
-    @hookspec
     def on_start(self, run: Run) -> None:
         """Called after the plan is accepted and before any part is built. Runs in: every process."""
 
-    @hookspec
     def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
         """Called for each new model instance, before data-parallel sharding, compilation and activation-checkpointing wrappers.
 
@@ -138,29 +135,24 @@ class HookSpecs:
         ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer use the same module).
         Runs in: the process that owns the model, once per instance."""
 
-    @hookspec
     def on_mtp_layers(self, run: Run, policy: Policy, requests: list[MtpRequest]) -> None:
         """Request training of the checkpoint's multi-token prediction layer: append a ``MtpRequest`` to ``requests``.
 
         Called by trainers with the capability ``mtp_layers``, to whose models plugins cannot add layers. Without a request, such a
         trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
 
-    @hookspec
     def on_request(self, run: Run, policy: Policy, request: Request) -> None:
         """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the driver, or
         each rollout worker."""
 
-    @hookspec
     def on_sample(self, run: Run, sample: Sample) -> None:
         """Called once for each finished sample, before its reward is computed. Runs in: the driver, or each rollout worker."""
 
-    @hookspec
     def on_evaluation(self, run: Run, name: str, groups: list[list[Sample]], metrics: dict[str, float]) -> None:
         """Called after the evaluation of one data set of held-out prompts; may add or change its ``metrics`` before they are recorded.
 
         ``name`` is the data set's name ("" without one); ``groups`` holds its samples by prompt. Runs in: driver."""
 
-    @hookspec
     def wrap_learn(
         self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle], engines: Mapping[str, Engine]
     ) -> Wrap[Learn] | None:
@@ -171,17 +163,14 @@ class HookSpecs:
         give a policy the weights of another (``save``, ``load``), call ``learn`` of a critic with the same samples, or
         return ``Learned({}, 0)`` to skip the update. Called once, after all policies are built. Runs in: driver."""
 
-    @hookspec
     def on_batch(self, run: Run, policy: Policy, batch: Batch) -> None:
         """Called after the samples of a rollout are collated, before log-probabilities and advantages are computed; may add columns or
         change them in place. Runs in: every trainer rank."""
 
-    @hookspec
     def wrap_forward(self, run: Run, policy: Policy) -> Wrap[Forward] | None:
         """Wrap ``forward(chunk, micro_batch, ctx) -> Output``, the pass of one micro-batch through one model chunk, for every kind of pass
         (see ``Context``). Store values that a recomputation needs in ``ctx.attached``. Runs in: every trainer rank."""
 
-    @hookspec
     def wrap_correction(self, run: Run, policy: Policy) -> Wrap[Correct] | None:
         """Wrap ``correct(inputs) -> Correction``, computed from all local tokens of one optimiser step, after old log-probs and
         advantages and before the first backward pass.
@@ -189,12 +178,10 @@ class HookSpecs:
         ``compose_corrections`` builds the wrapper and takes the correction's ``Needs``, which determine the additional passes.
         Runs in: every trainer rank, once per optimiser step (once per micro-batch without needs)."""
 
-    @hookspec
     def wrap_loss(self, run: Run, policy: Policy) -> Wrap[LossFunction] | None:
         """Wrap ``loss(output, micro_batch, ctx) -> Loss``, the loss of one micro-batch of a policy or a critic (``policy.role``). A critic's
         ``output`` has ``values`` instead of ``log_probs``. Runs in: every trainer rank."""
 
-    @hookspec
     def wrap_weights(self, run: Run, policy: Policy, purpose: Purpose) -> Wrap[Export] | None:
         """Wrap ``weights() -> iterator of WeightUnit``, the stream of all weights that leave a trainer.
 
@@ -203,29 +190,23 @@ class HookSpecs:
         weights of a checkpoint that ``miles convert`` reads, first on the meta device. Called for each stream. The first plugin receives the
         output of the later ones. Runs in: every trainer rank; ``convert``: the process of the command."""
 
-    @hookspec
     def wrap_export(self, run: Run, policy: Policy) -> Wrap[WriteExport] | None:
         """Wrap ``export(directory)``, which writes the Hugging Face checkpoint of ``--export-hf``. A wrapper may write other files next to
         it, or write another kind of checkpoint and not call the inner function. Runs in: every trainer rank."""
 
-    @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
         """Wrap ``optimizer_step() -> metrics``, called with complete gradients before clipping. Runs in: every trainer rank."""
 
-    @hookspec
     def on_step(self, run: Run, metrics: dict[str, float]) -> None:
         """Called after each step; may add metrics named ``<plugin>/...``. Runs in: driver."""
 
-    @hookspec
     def on_save(self, run: Run, policy: Policy | None, store: Store) -> None:
         """Called while a checkpoint is written; ``store`` saves tensors and JSON data under the plugin's name. Runs in: every trainer
         rank (with ``policy``), and the driver (``policy`` is None, with a separate store)."""
 
-    @hookspec
     def on_load(self, run: Run, policy: Policy | None, store: Store) -> None:
         """Called while a checkpoint is read. Runs in: every trainer rank (with ``policy``), and the driver (``policy`` is None)."""
 
-    @hookspec
     def on_stop(self, run: Run, error: BaseException | None) -> None:
         """Called when the run ends, with the ``error`` that ended it or None; release all resources here. Runs in: every process."""
 

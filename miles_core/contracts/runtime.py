@@ -5,8 +5,8 @@ the driver does not depend on where they run. The runtime ``inline`` keeps them 
 per GPU works as follows (``miles_workers`` implements everything except starting the processes):
 
 - A trainer rank is a process that executes one call at a time. Calls are collectives, in the same order on every rank. Each rank
-  calls ``worker_run`` to accept the plan, received as JSON, and builds its own run, hooks and ``Learner``. The driver compares the
-  digests of the plans with ``same_plan``.
+  calls ``worker_run`` to check the plan, received as JSON, against its installation and GPU, and builds its own run, hooks and
+  ``Learner``.
 - With several ranks, the default process group of ``torch.distributed`` is initialised in each rank before ``make_trainer``: gloo
   for CPU tensors and NCCL for GPU tensors, one rank per process. A rank sees only its own GPU. The trainer derives its ``World``
   from the process group.

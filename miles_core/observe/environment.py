@@ -18,7 +18,7 @@ from typing import Any
 from miles_core.observe.bytecode import explain
 from miles_core.redact import redact_values
 
-PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "pluggy", "tokenizers")
+PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "tokenizers")
 FILE = "environment.json"
 
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, default_facts, show
-from miles_core.plugin.manifest import Plugin, Set
+from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, show
+from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, describe_fact
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, names, parse, same
 
-#: The kinds of parts whose selected name activates the plugin that provides it.
+#: Backends. Like the name of a number format, the selected name activates the plugin that provides it.
 BACKENDS = ("engine", "trainer", "runtime")
+SELECTED = (*BACKENDS, "format")
 SIDES = ("rollout.precision", "train.precision")
-EMULATE = "train.emulate_precision"  # the option that sets the fact precision.emulated
 #: Prefix of facts that are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).
 ENVIRONMENT = "env."
 _ROUNDS = 32
@@ -91,19 +91,8 @@ def _unknown_plugin(name: str, why: str, manifests: Mapping[str, Plugin]) -> Pro
 def derive(
     facts: Facts, active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], sets: tuple[Setting, ...]
 ) -> Facts:
-    """Add the facts that follow from the active plugins: defaults of their options, set values, ``plugin.*`` and ``*.uses.*``."""
+    """Add the facts that follow from the active plugins: set values, ``plugin.*``, ``*.uses.*`` and ``*.has.*``."""
     extra: dict[str, Fact] = {}
-    for plugin in active.values():
-        extra |= {f.name: f for f in default_facts(plugin, facts.keys())}
-    for kind in BACKENDS:
-        if kind not in facts:
-            extra[kind] = Fact(kind, _default(kind, manifests), "default", flag=f"--{kind}")
-    for side in SIDES:
-        if side not in facts:
-            extra[side] = Fact(side, "bf16", "default", flag="--" + side.replace(".", "-"))
-    if "precision.emulated" not in facts:
-        option = facts.get(EMULATE) or Fact(EMULATE, False, "default", flag="--emulate-precision")
-        extra["precision.emulated"] = replace(option, name="precision.emulated")
     for name, plugin in manifests.items():
         if name != "core" and not plugin.standard:  # standard plugins belong to every run
             extra[f"plugin.{name}"] = Fact(
@@ -148,12 +137,6 @@ def _hide_driver_gpu(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[
                 yield replace(fact, state=State.UNKNOWN, value=None, origin=origin)
 
 
-def _default(kind: str, manifests: Mapping[str, Plugin]) -> str:
-    """Return the default part of a kind: the default of a manifest, else the first part of core."""
-    named = [str(m.defaults[kind]) for m in manifests.values() if kind in m.defaults]
-    return next(iter([*named, *CORE.provides.get(kind, {})]), "")
-
-
 def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin | None:
     """Return the plugin that provides the part ``name`` of a kind (``format`` for number formats); plugins come before core."""
     if isinstance(name, str):
@@ -191,19 +174,26 @@ def _find_selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tu
 def _find_required(
     active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str, Plugin]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (plugin, reason) for plugins that active plugins require by ``plugin.x``, alone or as an operand of ``and``."""
+    """Yield (plugin, reason) for plugins that rules of active plugins require."""
     for plugin in active.values():
         for rule in plugin.requires:
             try:
-                if evaluate(rule.when, facts.lookup) is not Truth.TRUE:
-                    continue
-                for part in conjuncts(parse(rule.needs)):
-                    if isinstance(part, Compare) and not part.op and part.name.startswith("plugin."):
-                        name = part.name.removeprefix("plugin.")
-                        if name in manifests:
-                            yield name, f"required by {plugin.name}: {rule.because}"
+                applies = evaluate(rule.when, facts.lookup) is Truth.TRUE
             except RuleError:
                 continue  # the checker reports the error
+            for name in plugins_needed(rule) if applies else ():
+                if name in manifests:
+                    yield name, f"required by {plugin.name}: {rule.because}"
+
+
+def plugins_needed(rule: Rule) -> tuple[str, ...]:
+    """Return the plugins that a rule requires by ``plugin.x``, alone or as an operand of ``and``."""
+    try:
+        parts = conjuncts(parse(rule.needs))
+    except RuleError:
+        return ()  # the checker reports the error
+    names = (part.name for part in parts if isinstance(part, Compare) and not part.op)
+    return tuple(name.removeprefix("plugin.") for name in names if name.startswith("plugin."))
 
 
 def _find_settings(active: Mapping[str, Plugin], derived: Facts, facts: Facts) -> Iterator[Setting | Problem]:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
+from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, plugins_needed, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE, NEEDS
 from miles_core.plugin.facts import COMES_WITH, PACKAGE, Facts, State
@@ -24,7 +24,7 @@ from miles_core.plugin.memory import Usage, review_memory
 from miles_core.plugin.model_config import MOST_LAYERS, model_config
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
 from miles_core.plugin.problem import Problem, Review, describe_fact
-from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
+from miles_core.plugin.rule import RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
 
 #: Kinds of parts for which no option selects a name.
@@ -154,9 +154,8 @@ def _collect_advice(result: CheckResult, who: str, rule: Rule, facts: Facts) -> 
     except RuleError as error:
         result.problems.append(Problem(who, str(error), rule.because, verb="has a broken recommendation:"))
         return
-    parts = conjuncts(parse(rule.needs))
-    plugins = [p.name.partition(".")[2] for p in parts if isinstance(p, Compare) and p.name.startswith("plugin.")]
-    wanted = f"--plugins {','.join(plugins)}" if len(plugins) == len(parts) else rule.needs
+    plugins = plugins_needed(rule)
+    wanted = f"--plugins {','.join(plugins)}" if len(plugins) == len(conjuncts(parse(rule.needs))) else rule.needs
     result.advice.append(f"{who} recommends {wanted}: {rule.because}")
 
 

@@ -23,8 +23,8 @@ from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import find_mistakes
 from miles_core.plugin.failure import describe_import_failure
-from miles_core.plugin.implementation import MARK
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.marker import MARK
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Catalogue(Mapping[str, Plugin]):
         """Load the manifest of a plugin named on the command line.
 
         Args:
-            wanted: a name, or the path of a single-file plugin (ends in ``.py`` or holds a path separator).
+            wanted: a name, or the path of a single-file plugin (``is_file``).
 
         Returns:
             the plugin's name.
@@ -104,7 +104,7 @@ class Catalogue(Mapping[str, Plugin]):
             PluginError: the plugin is not installed (names similar ones), is installed twice, or its manifest cannot be
                 imported (includes the traceback).
         """
-        if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
+        if is_file(wanted):
             return self.add_file(Path(wanted))
         if wanted not in self:
             hint = (
@@ -219,25 +219,9 @@ def discover() -> Catalogue:
     return Catalogue(entry_points(group=GROUP))
 
 
-def manifests(files: Iterable[str | Path] = ()) -> list[Plugin]:
-    """Return the manifests of all single files in ``files`` and of all installed plugins that can be imported.
-
-    Raises:
-        PluginError: a file cannot be used.
-    """
-    catalogue = discover()
-    for path in files:
-        catalogue.add_file(Path(path))
-    return list(catalogue.values())
-
-
-def name_of_file(path: str | Path) -> str:
-    """Return the name of the plugin that a single file defines.
-
-    Raises:
-        PluginError: the file cannot be used.
-    """
-    return Catalogue().add_file(Path(path))
+def is_file(wanted: str) -> bool:
+    """Whether an item of ``--plugins`` is the path of a single-file plugin: it ends in ``.py`` or holds a path separator."""
+    return wanted.endswith(".py") or "/" in wanted or "\\" in wanted
 
 
 def _source(point: EntryPoint) -> str:

@@ -8,14 +8,13 @@ always an error, which suggests similar names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.options import METADATA_KEY
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -157,27 +156,3 @@ def defined_facts(plugin: Plugin) -> Iterator[Fact]:
     """Yield the facts that a manifest defines in addition to its options, as unknown."""
     for name, meaning in plugin.facts.items():
         yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
-
-
-def default_facts(plugin: Plugin, known: Container[str] = ()) -> Iterator[Fact]:
-    """Yield a fact for each option of a plugin, with its default, and for each fact that its manifest defines.
-
-    Args:
-        known: names of facts to leave out.
-    """
-    yield from (fact for fact in defined_facts(plugin) if fact.name not in known)
-    options = _options(plugin.config, plugin.name) if plugin.config is not None else {}
-    for name in [name for name in options if name not in known]:  # as a rule none: a run has a fact for each option
-        field = options[name]
-        info = field.metadata.get(METADATA_KEY)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value, state = (None, State.UNKNOWN) if default is dataclasses.MISSING else (default, State.KNOWN)
-        flag = (info.flag if info else "") or "--" + field.name.replace("_", "-")
-        choices = tuple(c for c in info.choices if c != "*") if info else ()
-        yield Fact(name, value, "default", state, flag, choices)
-
-
-@cache
-def _options(config: type, owner: str) -> dict[str, dataclasses.Field[Any]]:
-    """Return path -> field of the options of a plugin."""
-    return {f"{owner}.{field.name}": field for field in dataclasses.fields(config)}

@@ -1,8 +1,7 @@
 """Validate hook implementations before they are registered.
 
-pluggy accepts the following mistakes silently or reports them without the plugin's name: a misspelt hook, a method without the ``hookimpl``
-decorator, an argument with a default (which some pluggy versions never pass), ``tryfirst`` and ``trylast`` (which override the plan's order),
-wrappers (which cannot be compiled), and ``async`` methods (hooks are not awaited).
+Finds mistakes that would otherwise have no visible effect, or an error in the middle of a run: a misspelt hook, a method without the
+``hookimpl`` decorator, arguments that the hook does not have, and ``async`` methods and generators (hooks are neither awaited nor iterated).
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from typing import Any
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
+from miles_core.plugin.marker import MARK
 from miles_core.plugin.renamed import explain_unknown_hook
-
-_FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
-MARK = "miles_impl"  # the attribute that hookimpl sets on a function
 
 
 def read_specs(specs: type) -> dict[str, tuple[str, ...]]:
     """Return hook -> its arguments from a class of specifications."""
-    arguments = {}
-    for name, function in vars(specs).items():
-        if hasattr(function, "miles_spec"):
-            arguments[name] = tuple(p for p in inspect.signature(function).parameters if p != "self")
-    return arguments
+    hooks = {name: function for name, function in vars(specs).items() if not name.startswith("_")}
+    return {
+        name: tuple(p for p in inspect.signature(function).parameters if p != "self")
+        for name, function in hooks.items()
+    }
 
 
 def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -43,26 +40,19 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
     implemented = []
     for name in dir(type(holder)) if not inspect.ismodule(holder) else vars(holder):
         function = inspect.getattr_static(holder, name)
-        marks = getattr(function, MARK, None)
         where = f"plugin {plugin}, {owner}.{name}"
-        if marks is None:
+        if not hasattr(function, MARK):
             if name in specs and callable(function):
                 raise PluginError(f"{where} is named like a hook but not marked: put @hookimpl above it, or rename it")
             continue
-        hook = marks.get("specname") or name
-        if hook not in specs:
-            raise PluginError(f"{where}: {explain_unknown_hook(hook, specs)}")
+        if name not in specs:
+            raise PluginError(f"{where}: {explain_unknown_hook(name, specs)}")
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PluginError(f"{where} is async; a hook is called and never awaited: write `def {name}`")
         if inspect.isgeneratorfunction(function):
             raise PluginError(f"{where} is a generator, so calling it runs nothing; remove `yield` from it")
-        used = [flag for flag in _FORBIDDEN if marks.get(flag)]
-        if used:
-            raise PluginError(
-                f"{where} uses {used[0]}: order belongs in the manifest (before, after), wrapping in wrap_* hooks"
-            )
-        _check_arguments(where, hook, getattr(holder, name), specs[hook])
-        implemented.append(hook)
+        _check_arguments(where, name, getattr(holder, name), specs[name])
+        implemented.append(name)
     if not implemented:
         raise PluginError(f"plugin {plugin}, {owner}: implements no hook; mark its methods with @hookimpl")
     return implemented

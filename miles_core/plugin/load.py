@@ -1,7 +1,7 @@
 """Import, register and call the hook classes of an accepted plan in one process.
 
-pluggy validates implementations against the specifications and keeps their order. This module makes the calls itself, so that
-exceptions name plugin and hook. Before this step only the manifests of plugins are imported.
+Implementations are called in plan order, and their exceptions name plugin and hook. Before this step only the manifests of plugins are
+imported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pluggy
-
 from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.boundary import UNCHECKED, Boundary, ErrorNote, Guard, Wrapper, compose, names_plugin
@@ -24,7 +22,6 @@ from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import describe_import_failure
 from miles_core.plugin.implementation import check_implementation, read_specs
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.rule import Truth, evaluate
 
@@ -44,21 +41,16 @@ class Hooks:
         self,
         plan: Plan,
         manifests: Mapping[str, Plugin],
-        manager: pluggy.PluginManager,
-        specs: type,
+        specs: Mapping[str, tuple[str, ...]],
+        calls: Mapping[str, list[Implementation]],
         boundaries: Mapping[str, Boundary],
     ) -> None:
-        self._specs = read_specs(specs)
-        self._arguments = {name: frozenset(arguments) for name, arguments in self._specs.items()}
+        self._arguments = {name: frozenset(arguments) for name, arguments in specs.items()}
+        self._calls = calls
         self._boundaries = boundaries
         standard = [plugin for plugin in manifests.values() if plugin.standard]
         self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
-        self._calls: dict[str, list[Implementation]] = {}
-        for hook in self._specs:
-            # pluggy lists the implementations in order of registration, and the plan is registered in reverse
-            implementations = reversed(getattr(manager.hook, hook).get_hookimpls())
-            self._calls[hook] = [(_owner(i.plugin_name), i.function, tuple(i.argnames)) for i in implementations]
-        self.implemented = {hook: tuple(c[0] for c in calls) for hook, calls in self._calls.items()}
+        self.implemented = {hook: tuple(plugin for plugin, *_ in found) for hook, found in calls.items()}
 
     def on(self, name: str, /, **arguments: Any) -> None:
         """Call every implementation of an ``on_*`` hook in plan order, and check the arguments after each call."""
@@ -176,9 +168,9 @@ class Hooks:
 
     def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
-            raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
+            raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._arguments)}")
         if arguments.keys() != self._arguments[name]:
-            raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
+            raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._arguments[name])}")
         return self._calls[name]
 
 
@@ -204,18 +196,17 @@ def register(
     Raises:
         PluginError: a class cannot be imported or instantiated, or implements a hook incorrectly; names plugin, class and hook.
     """
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(specs)
     known = read_specs(specs)
-    for index, wanted in reversed(list(enumerate(plan.hooks))):
+    calls: dict[str, list[Implementation]] = {hook: [] for hook in known}
+    for wanted in plan.hooks:
         if wanted.deferred and not _decide_condition(wanted.condition, wanted.plugin, facts):
             continue
         target = import_target(wanted.plugin, wanted.target)
         holder = _instantiate(wanted.plugin, target, options(manifests[wanted.plugin]))
-        check_implementation(wanted.plugin, holder, known)
-        manager.register(holder, f"{wanted.plugin}#{index}")
-    manager.check_pending()
-    return Hooks(plan, manifests, manager, specs, boundaries or {})
+        for hook in check_implementation(wanted.plugin, holder, known):
+            function = getattr(holder, hook)
+            calls[hook].append((wanted.plugin, function, tuple(inspect.signature(function).parameters)))
+    return Hooks(plan, manifests, known, calls, boundaries or {})
 
 
 def find_part(kind: str, name: str, package: str = "") -> Any:
@@ -301,7 +292,3 @@ def select_arguments(build: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 def _suggest_name(names: Sequence[str], wanted: str) -> str:
     return did_you_mean(wanted, names) or f"there are: {', '.join(names) or 'none'}"
-
-
-def _owner(registered: str) -> str:
-    return registered.rpartition("#")[0]

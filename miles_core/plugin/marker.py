@@ -1,10 +1,15 @@
-"""The hook decorators: ``hookimpl`` for a plugin's implementation, ``hookspec`` for core's specification."""
+"""The decorator ``hookimpl``, which marks the implementations of hooks."""
 
 from __future__ import annotations
 
-import pluggy
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-PROJECT = "miles"
-hookspec = pluggy.HookspecMarker(PROJECT)
-#: Decorator of a method, or of a function of a single-file plugin, that implements a hook.
-hookimpl = pluggy.HookimplMarker(PROJECT)
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "miles_hook"  # the attribute of a marked function
+
+
+def hookimpl(function: F) -> F:
+    """Mark a method, or a function of a single-file plugin, as the implementation of the hook that has its name."""
+    setattr(function, MARK, True)
+    return function

@@ -2,7 +2,7 @@
 
 The driver resolves the plan once, before anything is built. The plan lists the plugins in order with their versions, the values
 they set, the facts with their origins, the hook classes to import, and the rules deferred to workers. Its digest is printed in
-the run's header; the plan is saved with every checkpoint and sent to every worker for comparison. It contains only data.
+the run's header; the plan is saved with every checkpoint and sent to every worker, which checks it. It contains only data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, PlanError
-from miles_core.plugin.facts import Fact, Facts, State, show
+from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.problem import Problem, describe_fact, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 from miles_core.redact import redact_values
+from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -186,22 +187,6 @@ class Plan:
             raise CheckpointError(f"the plan says its digest is {digest}, its content has {plan.digest}: it was edited")
         return plan
 
-    def compare(self, other: Plan) -> tuple[str, ...]:
-        """Return one line for each difference from ``other``; empty if the digests are equal."""
-        if self.digest == other.digest:
-            return ()
-        lines = _differences("miles-core", {"version": self.core}, {"version": other.core})
-        lines += _differences(
-            "plugin", {p.name: p.version for p in self.plugins}, {p.name: p.version for p in other.plugins}
-        )
-        if set(self.order) == set(other.order) and self.order != other.order:
-            lines.append(f"order: {', '.join(self.order)} here, {', '.join(other.order)} there")
-        shared = {*self.consulted, *other.consulted}
-        lines += _differences("fact", _fact_values(self.facts, shared), _fact_values(other.facts, shared))
-        lines += _differences("set", {s.path: s.value for s in self.sets}, {s.path: s.value for s in other.sets})
-        lines += _differences("hooks", {h.target: "used" for h in self.hooks}, {h.target: "used" for h in other.hooks})
-        return tuple(lines)
-
     def check_deferred(self, facts: Iterable[Fact]) -> None:
         """Check the deferred rules on a worker.
 
@@ -223,11 +208,15 @@ class Plan:
             raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
 
     def check_installed(self, manifests: Mapping[str, Plugin]) -> None:
-        """Check on a worker, or when resuming, that the installed plugins match the plan.
+        """Check on a worker that miles-core and the installed plugins match the plan.
 
         Raises:
-            PlanError: plugins are missing or have other versions; names all of them.
+            PlanError: miles-core has another version, or plugins are missing or have other versions; names all of them.
         """
+        if self.core != __version__:
+            raise PlanError(
+                f"plan {self.digest} was made by miles-core {self.core}, but {__version__} is installed here: install {self.core}"
+            )
         wrong = []
         for plugin in self.plugins:
             installed = manifests[plugin.name].version if plugin.name in manifests else "not installed"
@@ -270,16 +259,3 @@ def plain(value: Any) -> Any:
 
 def _freeze(item: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in item.items()}
-
-
-def _fact_values(facts: Iterable[Fact], wanted: set[str]) -> dict[str, Any]:
-    return {f.name: describe_fact(f)[1] for f in facts if f.name in wanted}
-
-
-def _differences(what: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name in dict.fromkeys([*mine, *other]):
-        here, there = (show(side[name]) if name in side else "absent" for side in (mine, other))
-        if here != there:
-            lines.append(f"{what} {name}: {here} here, {there} there")
-    return lines

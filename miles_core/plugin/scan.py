@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from miles_core.errors import PluginError
-from miles_core.plugin.implementation import MARK
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.marker import MARK
 from miles_core.plugin.plan import HookTarget, Plan
 from miles_core.plugin.renamed import explain_unknown_hook
 
@@ -102,19 +102,10 @@ def _marked_functions(body: Iterable[ast.stmt]) -> Iterator[str]:
     for node in body:
         if isinstance(node, _Function):
             for decorator in node.decorator_list:
-                call = decorator.func if isinstance(decorator, ast.Call) else decorator
-                if getattr(call, "id", getattr(call, "attr", "")) == "hookimpl":
-                    yield _specname(decorator) or node.name
-
-
-def _specname(decorator: ast.expr) -> str:
-    for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
-        if keyword.arg == "specname" and isinstance(keyword.value, ast.Constant):
-            return str(keyword.value.value)
-    return ""
+                if getattr(decorator, "id", getattr(decorator, "attr", "")) == "hookimpl":
+                    yield node.name
 
 
 def _import_and_find_marked(plugin: str, target: str) -> tuple[str, ...]:
     holder = import_target(plugin, target)
-    marks: Mapping[str, object] = {n: getattr(getattr(holder, n, None), MARK, None) for n in dir(holder)}
-    return tuple(name for name, mark in marks.items() if mark is not None)
+    return tuple(name for name in dir(holder) if hasattr(getattr(holder, name, None), MARK))

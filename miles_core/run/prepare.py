@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
@@ -19,8 +18,7 @@ from miles_core.config.rules import find_remarks, find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.mismatch.planned import describe_bounds
-from miles_core.plugin import worker
-from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
+from miles_core.plugin.activate import ENVIRONMENT, SIDES
 from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
@@ -28,11 +26,9 @@ from miles_core.plugin.facts import Fact, Facts, State, defined_facts
 from miles_core.plugin.installed import package_facts
 from miles_core.plugin.plan import Plan, Setting, plain
 from miles_core.plugin.resolve import resolve
-from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.plugin.manifest import Plugin
 
 
 log = logging.getLogger(__name__)
@@ -130,19 +126,12 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    before = find_violations(config, facts)  # empty for a configuration that loaded successfully
-
-    def new_violations(changed: Facts) -> list[str]:
-        return [message for message in find_violations(config, changed) if message not in before]
-
-    plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts, new_violations)
+    plan = resolve(config.requested, catalogue, facts, lambda changed: find_violations(config, changed))
     known = Facts(plan.facts)
-    idle = list(find_idle(config.schema, known))
-    refused = [each.message for each in idle if not each.harmless]
-    if violations := list(dict.fromkeys([*new_violations(known), *refused])):
+    if violations := find_violations(config, known):
         raise ConfigError("; ".join(violations))
     remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
-    idle_lines = [*(each.message for each in idle), *_find_unused_variables(plan)]
+    idle_lines = [*(each.message for each in find_idle(config.schema, known)), *_find_unused_variables(plan)]
     notes = dict.fromkeys([*(f"no effect: {message}" for message in idle_lines), *remarks])
     bounds = dict.fromkeys(
         line for policy in known.policies for line in describe_bounds(known.scope(policy), catalogue)
@@ -160,7 +149,8 @@ def _find_unused_variables(plan: Plan) -> Iterator[str]:
 
 
 def find_violations(config: Config, facts: Facts) -> list[str]:
-    """Return the violations of option types, bounds and core's rules by values that plugins set or fixes propose."""
+    """Return the violations of option types, bounds, core's rules and conditions of effect (``only_if``) by these facts, whose values may be
+    set by plugins or proposed by a fix."""
     problems = []
     for fact in facts.values():
         option = config.schema.find(fact.name)
@@ -172,7 +162,7 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
     if problems:
         return problems
     idle = [each.message for each in find_idle(config.schema, facts) if not each.harmless]
-    return [*find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None), *idle]
+    return list(dict.fromkeys([*find_rule_violations(facts), *idle]))
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
@@ -211,24 +201,6 @@ def accept(plan: Plan) -> Catalogue:
     for path in plan.files:
         catalogue.add_file(path)
     set_environment(plan)
-    worker.accept(plan, __version__, catalogue, [*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
+    plan.check_installed(catalogue)
+    plan.check_deferred([*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
     return catalogue
-
-
-def requested_plugins(config: Config, facts: Facts, manifests: Mapping[str, Plugin]) -> dict[str, str]:
-    """Return the requested plugins, name -> origin of the request: ``--plugins``, a file, or the option that enables the plugin.
-
-    The result excludes plugins that are enabled because an option selects one of their parts; the resolver adds and reports these.
-    """
-    origin = config.origin("plugins")
-    parts = [(kind, facts.value(kind)) for kind in BACKENDS] + [("format", facts.value(side)) for side in SIDES]
-    selected = {owner.name for kind, part in parts if (owner := provider(kind, part, manifests)) is not None}
-    origins = {}
-    for name, spec in zip(config.plugins, config.run.plugins, strict=True):
-        by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
-        named = config.is_set("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
-        if named:
-            origins[name] = "--plugins" if origin.startswith("--") else origin
-        elif by_option or name not in selected:
-            origins[name] = by_option[0] if by_option else origin
-    return origins

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
+from miles_core.plugin.activate import backends_of, can, provider
 from miles_core.plugin.check import CheckResult
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, State, default_facts, show
+from miles_core.plugin.facts import Facts, State, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
 from miles_core.plugin.scan import find_misspelt, hooks_of
@@ -96,12 +96,9 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: I
     Args:
         plugin: the manifest.
         manifests: every installed plugin; names that belong to one that is not installed cannot be checked.
-        facts: options, host and model facts.
+        facts: facts of host and model, and the options of all these plugins.
         hooks: names of all hooks; empty to skip this check.
     """
-    everything = [f for m in [*manifests.values(), plugin] for f in default_facts(m)]
-    known = Facts([*facts.values(), *everything])
-    derived = {"precision.emulated", *BACKENDS}
     found = []
     for text in _conditions(plugin):
         try:
@@ -110,13 +107,13 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: I
             found.append(str(error))
             continue
         for name in mentioned:
-            if _is_missing(name, known, derived):
+            if _is_missing(name, facts):
                 found.append(
-                    f"rule {text!r} names {name}, which nothing defines; {did_you_mean(name, known)}".rstrip("; ")
+                    f"rule {text!r} names {name}, which nothing defines; {did_you_mean(name, facts)}".rstrip("; ")
                 )
     for path in plugin.sets:
-        if _is_missing(path, known, derived):
-            found.append(f"it sets {path}, which nothing defines; {did_you_mean(path, known)}".rstrip("; "))
+        if _is_missing(path, facts):
+            found.append(f"it sets {path}, which nothing defines; {did_you_mean(path, facts)}".rstrip("; "))
     for word, others in (("before", plugin.before), ("after", plugin.after)):
         found += [
             f"it comes {word} {name}, which is not installed; {hint}"
@@ -145,10 +142,10 @@ def _conditions(plugin: Plugin) -> Iterator[str]:
     yield from (remedy.when for remedy in plugin.remedies if remedy.when)
 
 
-def _is_missing(name: str, known: Facts, derived: set[str]) -> bool:
+def _is_missing(name: str, facts: Facts) -> bool:
     """Whether core or an installed plugin should define a name but does not. Other names belong to plugins that are not installed."""
     head = name.partition(".")[0]
-    if name in derived or name in known or head == "plugin" or ".uses." in name:
+    if name in facts or head == "plugin" or ".uses." in name:
         return False
-    heads = {n.partition(".")[0] for n in [*known, *derived, *CORE.provides]}
-    return head in heads or known.lookup(name).state is not State.NO_SUCH_NAME
+    heads = {n.partition(".")[0] for n in [*facts, *CORE.provides]}
+    return head in heads or facts.lookup(name).state is not State.NO_SUCH_NAME

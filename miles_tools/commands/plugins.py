@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,6 @@ def _check(argv: Sequence[str]) -> int:
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import list_notices
     from miles_core.plugin.resolve import resolve
-    from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import lint
 
     config, catalogue, facts = _situation(rest, options, command)
@@ -123,7 +123,7 @@ def _check(argv: Sequence[str]) -> int:
         for name in catalogue.heavy
     ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
-    plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts)
+    plan = resolve(config.requested, catalogue, facts)
     print("\n".join([f"ok: {plan.header}", *list_notices(plan)]))
     if found:
         raise PluginError("these manifests have mistakes:\n" + "\n".join(f"  {line}" for line in found))
@@ -137,12 +137,11 @@ def _explain(argv: Sequence[str]) -> int:
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest, command = made.parse_own(argv)
     from miles_core.plugin.check import check
-    from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import explain
 
-    config, catalogue, facts = _situation(rest, options, command)
+    config, catalogue, facts = _situation(rest, options, replace(command, before=("--plugins", options.name)))
     name = catalogue.request(options.name)
-    checked = check({**requested_plugins(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
+    checked = check(config.requested, catalogue, facts)
     print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))
     return 0
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.config.flags import Source, build_parser, parse, parse_natural
+from miles_core.config.flags import Source, build_help, parse, parse_natural
 from miles_core.config.schema import collect
 
 
 def test_help_shows_groups_plugins_defaults_and_choices(manifests):
-    text = build_parser(collect(manifests), extra=[("--dry-run", "print the plan and stop")]).format_help()
+    text = build_help(collect(manifests), extra=[("--dry-run", "print the plan and stop")]).format_help()
     for part in (
         "rollout:",
         "replay (plugin replay):",
@@ -60,6 +60,41 @@ def test_abbreviations_are_not_accepted(manifests):
 def test_values_of_unknown_flags_are_not_reported_as_well(manifests):
     problems = parse(collect(manifests), ["--zzz", "5", "--lr", "1", "--yyy=3"]).problems
     assert len(problems) == 2 and "--zzz" in problems[0] and "--yyy" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--no-rollout-shuffle=3"],
+            "--no-rollout-shuffle takes no value, and has '3'; write --rollout-shuffle or --no",
+        ),
+        (["--rollout-small=3"], "--rollout-small takes no value, and has '3'; write --rollout-small"),
+        (["--rollout-stop", "--lr", "1"], "--rollout-stop needs a value; one that begins with a dash"),
+        (["--lr", "1", "stray"], "unexpected argument 'stray'"),
+        (["--config"], "--config needs a value"),
+    ],
+)
+def test_every_word_has_its_place(manifests, words, says):
+    (problem,) = parse(collect(manifests), words).problems
+    assert problem.startswith(says)
+
+
+def test_numbers_and_texts_with_spaces_may_begin_with_a_dash(manifests):
+    words = [
+        "--min-lr",
+        "-1e-6",
+        "--rollout-stop",
+        "- end",
+        "--reward-key=-x",
+        "--config",
+        "a.yaml",
+        "--server-x",
+        "-1",
+    ]
+    found = parse(collect(manifests), words)
+    assert [a.raw for a in found.assignments] == ["-1e-6", "- end", "-x", -1]
+    assert (found.files, found.problems) == (["a.yaml"], [])
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from dataclasses import make_dataclass, replace
 import pytest
 
 from miles_core.config.load import load
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, PlanError
+from miles_core.plugin.manifest import Rule
 from miles_core.plugin.options import option
+from miles_core.run.prepare import apply_plan, prepare
 
 
 def refused(loaded, *argv, **environment) -> str:
@@ -84,6 +86,13 @@ def test_a_flag_of_a_required_plugin_is_accepted(loaded):
     assert loaded("--plugins", "fan", "--weights-threshold", "2").plugin("weights").threshold == 2
 
 
+def test_a_flag_of_each_of_several_required_plugins_is_accepted(manifests):
+    rule = Rule("plugin.replay and plugin.weights", "it replays and reweights")
+    manifests = [replace(m, requires=(rule,)) if m.name == "fan" else m for m in manifests]
+    config = load(["--plugins", "fan", "--weights-threshold", "2"], manifests=manifests, environment={})
+    assert config.plugins == ("fan",), "the flag does not request a plugin that the rule requires"
+
+
 def test_a_flag_of_the_backend_that_is_in_force_by_default_is_accepted(loaded):
     assert loaded("--sharding-strategy", "no_shard").embedded.sharding_strategy == "no_shard"
 
@@ -95,13 +104,26 @@ def test_zero_is_a_value_that_enables(loaded):
 
 
 def test_disabling_flags_do_not_enable(loaded):
-    assert loaded("--no-use-replay").plugins == ()
+    config = loaded("--no-use-replay")
+    plan, _ = prepare(config, (), config.schema.manifests)
+    assert config.plugins == () and apply_plan(config, plan).replay.use_replay is False
+
+
+def test_an_option_of_a_plugin_that_is_required_in_other_runs_only_is_refused(manifests):
+    """The configuration accepts it, because the requirement depends on facts that the plan decides."""
+    rule = Rule("plugin.weights", "it reweights", when="model.moe")
+    manifests = [replace(m, requires=(rule,)) if m.name == "fan" else m for m in manifests]
+    config = load(["--plugins", "fan", "--weights-threshold", "2"], manifests=manifests, environment={})
+    with pytest.raises(PlanError, match=r"--weights-threshold 2 needs plugin\.weights"):
+        prepare(config, ["model.moe=false"], config.schema.manifests)
 
 
 def test_naming_a_part_enables_the_plugin_that_provides_it(loaded):
     config = loaded("--plugins", "weights", "--engine", "server", "--rollout-small")
-    assert config.requested == {"weights": "--plugins weights", "server": "--engine server", "small": "--rollout-small"}
-    assert config.run.plugins == ("weights", "server", "small")
+    assert config.plugins == ("weights", "server", "small")
+    assert config.requested == {"weights": "--plugins"} and config.run.plugins == ("weights",), (
+        "the plan adds the others"
+    )
 
 
 def test_a_part_with_two_providers_needs_a_choice(manifests):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from miles_core.config.schema import collect
 from miles_core.config.value import check, format_choices
 from miles_core.errors import ConfigError
-from miles_core.plugin.discovery import manifests
+from miles_core.plugin.discovery import discover
 
 SCHEMA = collect([])
 
@@ -65,7 +65,7 @@ def test_what_names_no_file(typed, words):
 
 def test_every_option_of_every_plugin_takes_its_own_default():
     """What a configuration is written with, in a run's directory or to a worker, is read again."""
-    schema = collect(manifests())
+    schema = collect(discover())
     for option in schema.options.values():
         assert check(option, option.default, "a file") == option.default, option.fact
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from miles_core.config.load import load
 from miles_core.data.field import Field
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.manifest import Pair, Plugin, Rule
@@ -145,28 +146,18 @@ def chosen(path: str, value: object, flag: str = "") -> Fact:
     return Fact(path, value, f"{flag} {value}", flag=flag, chosen=True)
 
 
-#: Options that the notes of the embedded backend read.
-DEFAULTS: dict[str, object] = {
-    "transport": "copy",
-    "sync_bucket_size": 536870912,
-    "max_restarts": 3,
-    "allow_mismatch": False,
-    "model.device": "auto",
-    "model.self_check": True,
-    "rollout.workers": 0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": -1,
-    "rollout.stop": (),
-    "embedded.disable_cuda_graph": False,
-    "embedded.sharding_strategy": "full_shard",
-}
+def defaults(*manifests: Plugin) -> list[Fact]:
+    """The options of core and of these plugins, none of which is set."""
+    return load([], manifests=manifests, environment={}).facts()
+
+
+OPTIONS = defaults(*ALL.values())
 
 
 def facts(*more: Fact, sm: int = 100, moe: bool = True, **precision: str) -> Facts:
-    """A host and a model; ``rollout=`` and ``train=`` choose precisions."""
-    base = [*gpu("B200" if sm >= 100 else "H200", sm), Fact("model.moe", moe, "config.json: num_experts=128")]
+    """A host, a model and options; ``rollout=`` and ``train=`` choose precisions."""
+    base = [*OPTIONS, *gpu("B200" if sm >= 100 else "H200", sm), Fact("model.moe", moe, "config.json: num_experts=128")]
     base += [Fact("model.quantized", "none", "config.json: no quantization_config")]
-    base += [Fact("model.dtype", "bfloat16", "default"), Fact("rollout.generate", "turn", "default")]
-    base += [Fact(name, value, "default") for name, value in DEFAULTS.items()]
+    base += [Fact("model.dtype", "bfloat16", "default")]
     base += [chosen(f"{side}.precision", value) for side, value in precision.items()]
     return Facts([*base, *more])

@@ -174,12 +174,6 @@ def test_catch_all_arguments_are_refused(load):
     assert "takes *kw: name the arguments you use" in guarded(load, lambda self, **kw: None)
 
 
-@pytest.mark.parametrize("option", ["tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook"])
-def test_options_that_beat_the_plans_order_are_refused(load, option):
-    message = guarded(load, lambda self: None, mark=hookimpl(**{option: True}))
-    assert f"plugin a, Hooks.on_step uses {option}: order belongs in the manifest" in message
-
-
 def test_a_class_without_hooks_is_refused(load):
     with pytest.raises(PluginError, match="plugin a, Empty: implements no hook"):
         load({"a": type("Empty", (), {})})

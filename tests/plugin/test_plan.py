@@ -47,20 +47,6 @@ def test_the_digest_follows_what_changes_numbers_and_nothing_else():
     assert resolve(["r3", "tis"], newer, facts()).digest != base.digest
 
 
-def test_compare_says_what_differs():
-    newer = {**ALL, "tis": dataclasses.replace(ALL["tis"], version="0.2.0")}
-    other = resolve(["tis", "int4"], newer, facts(rollout="int4"))
-    assert plan("r3", "tis").compare(other) == (
-        "plugin r3: 0.1.0 here, absent there",
-        "plugin tis: 0.1.0 here, 0.2.0 there",
-        "plugin int4: absent here, 0.1.0 there",
-        "fact rollout.precision: bf16 here, int4 there",
-        "hooks miles_r3.hooks:R3: used here, absent there",
-    )
-    assert plan("tis").compare(plan("tis")) == ()
-    assert plan("tis", "int4").compare(plan("int4", "tis")) == ("order: tis, int4 here, int4, tis there",)
-
-
 def test_a_worker_compares_its_own_installation():
     accepted = plan("r3", "tis")
     accepted.check_installed(ALL)

@@ -9,7 +9,7 @@ from test_discovery import HOOKS, MANIFEST
 
 from miles_core.errors import PluginError
 from miles_core.plugin import renamed
-from miles_core.plugin.discovery import discover, name_of_file
+from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.load import import_target
 from miles_core.plugin.renamed import PUBLIC, explain_old_name, find_new_name
 
@@ -50,7 +50,7 @@ def test_an_old_name_is_one_sentence_with_the_new_one(install, tmp_path, code, s
     file.write_text(code)
     attempts = {
         "plugin 'old' (miles-plugin-old 0.1.0): miles_test_old:plugin ": lambda: discover().request("old"),
-        f"--plugins {file}: the file ": lambda: name_of_file(file),
+        f"--plugins {file}: the file ": lambda: Catalogue().add_file(file),
         "plugin old: miles_test_old ": lambda: import_target("old", "miles_test_old:x"),
     }
     for who, attempt in attempts.items():

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_manifests import ALL, INSTALLED, chosen, facts
+from published_manifests import ALL, INSTALLED, chosen, defaults, facts
 
 from miles_core.data.field import Field
 from miles_core.errors import PlanError
@@ -188,7 +188,7 @@ def test_an_unknown_fact_in_a_rule_is_an_error_with_the_nearest_name():
 
 def test_a_rule_whose_when_does_not_hold_may_name_what_is_not_installed():
     rule = Rule("other.option == 1", "because", when="engine == other")
-    assert headlines(["a"], {"a": plugin("a", requires=(rule,))}) == []
+    assert headlines(["a"], {"a": plugin("a", requires=(rule,))}, facts()) == []
 
 
 def test_a_rule_on_the_gpu_is_left_to_the_workers_where_the_host_does_not_know():
@@ -225,29 +225,34 @@ class Options:
     on: bool = option(False, help="a switch", flag="--on")
 
 
+OPTIONS = Facts(defaults(plugin("part", config=Options)))
+
+
 def test_sets_become_facts_with_the_plugin_as_origin():
     manifests = {"part": plugin("part", config=Options), "a": plugin("a", sets={"part.level": 2})}
-    plan = resolve(["part", "a"], manifests, Facts())
+    plan = resolve(["part", "a"], manifests, OPTIONS)
     assert [(s.path, s.value, s.plugin) for s in plan.sets] == [("part.level", 2, "a")]
     assert next(str(f) for f in plan.facts if f.name == "part.level") == "part.level = 2 (set by a)"
 
 
 def test_sets_of_parts_that_take_no_part_are_left_out():
     manifests = {"part": plugin("part", config=Options), "a": plugin("a", sets={"part.level": 2, "gone.x": 1})}
-    assert resolve(["a"], manifests, Facts()).sets == ()
+    assert resolve(["a"], manifests, OPTIONS).sets == ()
 
 
 def test_sets_of_an_option_that_does_not_exist_are_refused():
     manifests = {"part": plugin("part", config=Options), "a": plugin("a", sets={"part.levle": 2})}
-    (problem,) = check(["part", "a"], manifests, Facts()).problems
+    (problem,) = check(["part", "a"], manifests, OPTIONS).problems
     assert problem.headline == "a sets part.levle, which no part defines"
     assert problem.because == "did you mean part.level?"
 
 
 def test_one_of_several_values_is_set_by_its_condition():
-    manifests = {"a": plugin("a", config=Options, sets={"a.level": (Set(2, "a.on"), Set(5, "not a.on"))})}
-    assert [s.value for s in resolve(["a"], manifests, Facts()).sets] == [5]
-    assert [s.value for s in resolve(["a"], manifests, Facts([Fact("a.on", True, "--on", chosen=True)])).sets] == [2]
+    values = (Set(2, "part.on"), Set(5, "not part.on"))
+    manifests = {"part": plugin("part", config=Options, sets={"part.level": values})}
+    assert [s.value for s in resolve(["part"], manifests, OPTIONS).sets] == [5]
+    on = OPTIONS.with_facts([Fact("part.on", True, "--on", chosen=True)])
+    assert [s.value for s in resolve(["part"], manifests, on).sets] == [2]
 
 
 def test_two_plugins_that_set_different_values_conflict():
@@ -256,7 +261,7 @@ def test_two_plugins_that_set_different_values_conflict():
         "a": plugin("a", sets={"part.level": 2}),
         "b": plugin("b", sets={"part.level": Set(3, because="b counts in threes")}),
     }
-    (problem,) = check(["part", "a", "b"], manifests, Facts()).problems
+    (problem,) = check(["part", "a", "b"], manifests, OPTIONS).problems
     assert problem.headline == "b needs part.level == 3"
     assert problem.values == (("part.level", "2", "set by a"), ("part.level", "3", "set by b"))
     assert problem.because == "b counts in threes"
@@ -278,8 +283,8 @@ def test_conditions_of_sets_see_what_others_set():
         "a": plugin("a", sets={"part.on": True}),
         "b": plugin("b", sets={"part.level": Set(3, when="part.on")}),
     }
-    assert [s.path for s in resolve(["part", "b", "a"], manifests, Facts()).sets] == ["part.level", "part.on"]
-    assert resolve(["part", "b"], manifests, Facts()).sets == ()
+    assert [s.path for s in resolve(["part", "b", "a"], manifests, OPTIONS).sets] == ["part.level", "part.on"]
+    assert resolve(["part", "b"], manifests, OPTIONS).sets == ()
 
 
 def test_sets_that_chase_each_other_are_refused():
@@ -287,7 +292,7 @@ def test_sets_that_chase_each_other_are_refused():
         "part": plugin("part", config=Options),
         "a": plugin("a", sets={"part.on": Set(True, when="part.level == 1"), "part.level": Set(2, when="part.on")}),
     }
-    assert headlines(["part", "a"], manifests) == ["what plugins set never settles"]
+    assert headlines(["part", "a"], manifests, OPTIONS) == ["what plugins set never settles"]
 
 
 def test_a_set_whose_condition_is_unknown_here_is_refused():
@@ -295,7 +300,7 @@ def test_a_set_whose_condition_is_unknown_here_is_refused():
         "part": plugin("part", config=Options),
         "a": plugin("a", sets={"part.on": Set(True, when="gpu.sm >= 90")}),
     }
-    unknown = Facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])
+    unknown = OPTIONS.with_facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])
     (problem,) = check(["part", "a"], manifests, unknown).problems
     assert "give it with --fact" in problem.because
 
@@ -303,7 +308,7 @@ def test_a_set_whose_condition_is_unknown_here_is_refused():
 def test_hooks_are_chosen_by_their_condition():
     hooks = {"": "m:Always", "engine == sglang": ("m:One", "m:Two"), "gpu.sm >= 90": "m:Fast"}
     manifests = {**ALL, "a": plugin("a", hooks=hooks)}
-    given_facts = Facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])
+    given_facts = facts(Fact("gpu.sm", None, "declared", State.UNKNOWN))
     found = resolve(["a"], manifests, given_facts).hooks
     assert [(h.target, h.deferred) for h in found] == [("m:Always", False), ("m:Fast", True)]
     found = resolve(["a"], manifests, given_facts.with_facts([chosen("engine", "sglang")])).hooks
@@ -342,7 +347,7 @@ def test_two_providers_of_one_name_are_refused():
 
 
 def test_claims_and_cells_are_per_policy():
-    base = [f for f in facts().values() if "precision" not in f.name]
+    base = facts().values()
     two = [
         *(Fact(f"policies.red.{s}.precision", "fp8", "yaml", chosen=True) for s in ("rollout", "train")),
         *(Fact(f"policies.blue.{s}.precision", "mxfp8", "yaml", chosen=True) for s in ("rollout", "train")),

@@ -1,7 +1,7 @@
 """The restrictions of the precision table and of the flags, as data, each refused with its reason."""
 
 import pytest
-from published_manifests import ALL, INSTALLED, chosen, facts
+from published_manifests import ALL, INSTALLED, chosen, defaults, facts
 
 from miles_core.errors import PlanError
 from miles_core.plugin.facts import Fact
@@ -61,14 +61,14 @@ def test_absent_tensor_cores_are_refused_with_the_hint_to_emulate(cell, sm, reas
 @pytest.mark.parametrize("cell", sorted(ALLOWED))
 def test_emulation_makes_every_supported_cell_runnable_without_a_gpu(cell):
     none = [Fact(name, 0, "detected: no NVIDIA driver") for name in ("gpu.sm", "gpu.count")]
-    given = facts(chosen("train.emulate_precision", True, "--emulate-precision"), *none, rollout=cell[0], train=cell[1])
+    given = facts(chosen("precision.emulated", True, "--emulate-precision"), *none, rollout=cell[0], train=cell[1])
     plan = resolve([], ALL, given)
     assert all("gpu.sm = 0 (detected: no NVIDIA driver)" in line for line in plan.waived)
     assert bool(plan.waived) == (set(cell) & {"fp8", "mxfp8", "nvfp4"} != set())
 
 
 def test_emulation_does_not_make_an_unsupported_cell_runnable():
-    given = facts(chosen("train.emulate_precision", True), rollout="bf16", train="fp8")
+    given = facts(chosen("precision.emulated", True), rollout="bf16", train="fp8")
     assert "is supported by no active plugin" in str(refusal([], given))
 
 
@@ -137,7 +137,7 @@ def test_r3_is_refused_for_a_dense_model():
 
 
 def test_r3_is_refused_on_an_engine_that_returns_no_routing():
-    error = refusal(["r3"], facts(chosen("engine", "plain")), INSTALLED)
+    error = refusal(["r3"], facts(*defaults(*INSTALLED.values()), chosen("engine", "plain")), INSTALLED)
     (problem,) = error.problems
     assert problem.headline == "r3 needs the engine capability routed_experts"
     assert problem.because == "R3 replays the routing the engine reports"

@@ -144,7 +144,7 @@ def test_workers_that_die_while_they_are_built_are_built_again(survive, tmp_path
     plain, struck = remote.DoubleWorkers.send, []
 
     async def send(self, number, method, *args):
-        if method in ("digest", "build") and (method, self.names[number]) not in struck:
+        if method in ("confirm_plan", "build") and (method, self.names[number]) not in struck:
             struck.append((method, self.names[number]))
             self.crash(number)
         return await plain(self, number, method, *args)
@@ -262,11 +262,11 @@ def test_the_run_ends_when_too_many_are_lost(survive, tmp_path):
 
 
 def test_a_rule_of_a_worker_is_checked_there(survive, monkeypatch):
-    from miles_core.run import prepare
+    from miles_core.plugin.plan import Plan
 
-    def other(*args):
+    def other(self, manifests):
         raise PlanError("plan 1 was made by miles-core 9, here is 0.1.0: install 9")
 
-    monkeypatch.setattr(prepare.worker, "accept", other)
+    monkeypatch.setattr(Plan, "check_installed", other)
     with pytest.raises(PlanError, match="install 9"):
         survive([])

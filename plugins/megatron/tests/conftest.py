@@ -120,3 +120,18 @@ def with_mtp(tmp_path_factory):
 def config_of(checkpoints):
     """family -> its ``config.json``."""
     return lambda family: json.loads((checkpoints(family) / "config.json").read_text())
+
+
+@pytest.fixture
+def changed(checkpoints, tmp_path):
+    """The checkpoint of a family with other weights and another ``config.json``."""
+
+    def make(family, weights=lambda w: None, **config):
+        model = shutil.copytree(checkpoints(family), tmp_path / "model")
+        stored = load_file(model / "model.safetensors")
+        weights(stored)
+        save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+        (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
+        return model
+
+    return make

@@ -69,18 +69,12 @@ def test_tiles_of_rows_do_not_fit_into_joined_projections():
 
 
 @planned
-def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints, tmp_path):
+def test_what_megatron_core_does_not_compute_is_refused_in_the_plan(checkpoints, changed):
     given = {"trainer": "megatron", "hf_checkpoint": checkpoints("qwen3_next")}
     given["facts"] = ["package.megatron-core=0.19.2"]
     with pytest.raises(PlanError, match="gated delta nets compute packed samples only without it"):
         plan(deterministic_mode=True, **given)
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in checkpoints("qwen3_next").iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
-    given["hf_checkpoint"] = model
+    given["hf_checkpoint"] = changed("qwen3_next", mtp_num_hidden_layers=1)
     assert any("1 MTP layers are not trained" in text for text in plan(**given).reviews)
     with pytest.raises(PlanError, match="stores its MTP layers outside of the decoder"):
         plan(["speculative"], enable_mtp_training=True, **given)

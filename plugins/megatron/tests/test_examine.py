@@ -1,6 +1,5 @@
 """Checkpoints that the trainer cannot load are refused from their headers."""
 
-import json
 import shutil
 
 import pytest
@@ -14,21 +13,6 @@ from miles_testing import toy_files
 
 K = "model.layers.0.self_attn.k_proj.weight"
 BIAS = "model.layers.1.self_attn.o_proj.bias"
-
-
-@pytest.fixture
-def changed(checkpoints, tmp_path):
-    """The checkpoint of a family with other weights and another ``config.json``."""
-
-    def make(family, weights=lambda w: None, **config):
-        model = shutil.copytree(checkpoints(family), tmp_path / "model")
-        stored = load_file(model / "model.safetensors")
-        weights(stored)
-        save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
-        (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
-        return model
-
-    return make
 
 
 def test_a_checkpoint_of_every_family_is_accepted(checkpoints, family):

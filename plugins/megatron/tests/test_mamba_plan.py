@@ -128,15 +128,9 @@ def test_patterns_and_lists_name_the_same_layers(config_of):
         families.read({**config, "hybrid_override_pattern": "MG*-"})
 
 
-def test_mtp_layers_are_exported_and_not_trained(checkpoints, tmp_path):
+def test_mtp_layers_are_exported_and_not_trained(changed):
     pytest.importorskip("megatron.core")
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in checkpoints("nemotron_h").iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    given = {"trainer": "megatron", "hf_checkpoint": model}
+    given = {"trainer": "megatron", "hf_checkpoint": changed("nemotron_h", num_nextn_predict_layers=1)}
     assert any("1 MTP layers are not trained" in text for text in plan(**given).reviews)
     with pytest.raises(PlanError, match="stores its MTP layers outside of the decoder"):
         plan(["speculative"], enable_mtp_training=True, **given)

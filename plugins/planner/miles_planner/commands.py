@@ -83,7 +83,7 @@ def make_task(options: Any, rest: Sequence[str], command: Command) -> tuple[Task
     from miles_core.config.load import load
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
-    from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
+    from miles_core.run.prepare import catalogue_for, facts_for
     from miles_planner.task import Task
 
     chosen = tuple(f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None)
@@ -94,12 +94,11 @@ def make_task(options: Any, rest: Sequence[str], command: Command) -> tuple[Task
     given = facts_for(config, collect_facts(options))
     if not given.value("gpu.count"):
         raise ConfigError("--search: there is no GPU here; give the hardware, for example --hardware 64xH200")
-    requested = requested_plugins(config, given, catalogue)
-    facts = check(requested, catalogue, given).facts
+    facts = check(config.requested, catalogue, given).facts
     model = model_config(config.model.hf_checkpoint)
     assert model is not None  # ``facts_for`` has read it
     work, notes = _workload(facts, options)
-    return Task(facts, requested, catalogue, model, work, options.allow_precision), config, notes
+    return Task(facts, config.requested, catalogue, model, work, options.allow_precision), config, notes
 
 
 def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:

@@ -9,7 +9,7 @@ from miles_core.config.load import load
 from miles_core.plugin import ConfigError
 from miles_core.plugin.check import check
 from miles_core.plugin.fixes import find_fixes
-from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
+from miles_core.run.prepare import catalogue_for, facts_for
 from miles_planner.packages import read_option
 
 #: The parts of a run in one process.
@@ -34,9 +34,8 @@ def find_in_one_process(argv: Sequence[str], given: Sequence[str]) -> Iterator[s
     except ConfigError:  # the options loaded with other parts, so one of them belongs to these
         return
     catalogue, facts = catalogue_for(config), facts_for(config, given)
-    requested = requested_plugins(config, facts, catalogue)
-    result = check(requested, catalogue, facts)
-    fixes = [fix.text for fix in find_fixes(requested, catalogue, facts, result)] if result.problems else [""]
+    result = check(config.requested, catalogue, facts)
+    fixes = [fix.text for fix in find_fixes(config.requested, catalogue, facts, result)] if result.problems else [""]
     for text in fixes:
         if not text or (text.startswith("--") and ", and " not in text):
             yield f"miles train {shlex.join(words)} {text}".rstrip()

@@ -30,7 +30,7 @@ from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
-from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers import Restarts, Routing, choices_of_run, language_config, policies_sharing, worker_name
 from miles_workers.servers import SameModel, Shared, describe_shared_server, report_news, share
 from miles_workers.transport import WeightNames
 
@@ -117,7 +117,7 @@ def _choices(run: Any, policy: Any) -> Choices:
     own = _own_choices(run, policy)
     if run.config_of(policy).run.transport != "adapter":
         return own
-    options = [run.config_of(each).plugin("lora") for each in _sharing(run, policy, own)]
+    options = [run.config_of(each).plugin("lora") for each in policies_sharing(run, policy, _own_choices)]
     moe = bool(run.plan.fact("model.moe"))
     experts = any(names_experts(each.target_modules, moe) for each in options)
     # the other runners that SGLang chooses for some formats and GPUs add no adapters
@@ -125,40 +125,16 @@ def _choices(run: Any, policy: Any) -> Choices:
     return replace(own, arguments={**adapter_arguments(options, experts), **runner, **own.arguments})
 
 
-def _sharing(run: Any, policy: Any, own: Choices) -> list[Any]:
-    """Return the policies whose adapters one SGLang applies: those with the same base and options, unless each engine starts an SGLang in a
-    process of its own."""
-    if not own.url and run.config.run.runtime != "inline":
-        return [policy]
-    return [
-        other
-        for other in run.policies
-        if other.generates and other.hf_checkpoint == policy.hf_checkpoint and _own_choices(run, other) == own
-    ]
-
-
 def _own_choices(run: Any, policy: Any) -> Choices:
     config = run.config_of(policy)
     options = config.plugin(plugin.name)
-    routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     device = _device(config.model.device)
     return Choices(
+        **choices_of_run(run, config, options),
         arguments={**_tensor_parallel(config, device), **server_arguments(options)},
         device=device,
-        dtype=config.model.dtype,
-        seed=config.train.seed,
-        max_context=config.rollout.max_context_len or 0,
-        max_running_requests=config.rollout.max_running_requests,
-        kv_cache_dtype=config.rollout.kv_cache_dtype,
-        routed_dtype=routed.dtype if routed else "int32",
-        url=options.url or (),
-        weights_dir=Path(options.weights_dir) if options.weights_dir else None,
-        startup_timeout=options.startup_timeout,
-        bucket_bytes=config.run.sync_bucket_size,
         python_path=options.python_path or "",
-        max_restarts=config.run.max_restarts,
         share=default_share(config.run.runtime, config.run.colocate),
-        allow_mismatch=config.run.allow_mismatch,
         trains_draft=run.plan.holds("plugin.speculative and sglang.speculative_draft_model_path"),
         exact=run.plan.holds("plugin.true_on_policy"),
     )

@@ -21,7 +21,15 @@ from miles_vllm.process import Launch, ProcessLink
 from miles_vllm.requests import Translator
 from miles_vllm.server import FLAG, SAME, Needs
 from miles_vllm.shared import SharedLink
-from miles_workers import ROUTED_EXPERTS, Restarts, Routing, language_config, worker_name
+from miles_workers import (
+    ProgramChoices,
+    Restarts,
+    Routing,
+    choices_of_run,
+    language_config,
+    policies_sharing,
+    worker_name,
+)
 from miles_workers.servers import SameModel, Shared, report_news, share
 
 #: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
@@ -40,35 +48,16 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
-    """How to start vLLM. Attributes not listed here have the meaning of the option with the same name.
+class Choices(ProgramChoices):
+    """How to start vLLM; ``arguments`` are further arguments of ``AsyncEngineArgs``.
 
     Attributes:
-        arguments: further arguments of ``AsyncEngineArgs``.
-        device: ``cuda`` or ``cpu``.
-        max_context: maximum tokens of prompt and response; 0 means the model's limit.
         adapters: arguments of vLLM for adapters; empty if the engine receives all weights.
-        url: addresses of running servers, or a file of them; then this run does not start vLLM.
-        routed_dtype: dtype of the routed experts column.
         name: name of vLLM's process.
     """
 
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cuda"
-    dtype: str = "auto"
-    seed: int = 0
-    max_context: int = 0
-    max_running_requests: int = 256
-    kv_cache_dtype: str = "auto"
-    routed_dtype: str = "int32"
     name: str = "vllm"
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    url: tuple[str, ...] = ()
-    weights_dir: Path | None = None
-    startup_timeout: float = 900.0
-    bucket_bytes: int = 512 << 20
-    max_restarts: int = 0
-    allow_mismatch: bool = False
 
 
 def make_engine(run: Any, policy: Any) -> VllmEngine:
@@ -91,37 +80,19 @@ def _choices(run: Any, policy: Any) -> Choices:
     own = _own_choices(run, policy)
     if run.config_of(policy).run.transport != "adapter":
         return own
-    alone = not own.url and run.config.run.runtime != "inline"  # each engine is in a process of its own
-    sharing = [
-        other
-        for other in ([policy] if alone else run.policies)
-        if other.generates and other.hf_checkpoint == policy.hf_checkpoint and _own_choices(run, other) == own
-    ]
-    options = [run.config_of(other).plugin("lora") for other in sharing]
+    options = [run.config_of(other).plugin("lora") for other in policies_sharing(run, policy, _own_choices)]
     return replace(own, adapters=adapter_arguments(options, policy.hf_checkpoint))
 
 
 def _own_choices(run: Any, policy: Any) -> Choices:
     config = run.config_of(policy)
     options = config.plugin(plugin.name)
-    routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     name = "" if config.run.transport == "adapter" else policy.name
     return Choices(
+        **choices_of_run(run, config, options),
         arguments=_arguments(config, options),
         device=_device(config.model.device),
-        dtype=config.model.dtype,
-        seed=config.train.seed,
-        max_context=config.rollout.max_context_len or 0,
-        max_running_requests=config.rollout.max_running_requests,
-        kv_cache_dtype=config.rollout.kv_cache_dtype,
-        routed_dtype=routed.dtype if routed else "int32",
         name="-".join(filter(None, (worker_name(), name, "vllm"))),
-        url=options.url or (),
-        weights_dir=Path(options.weights_dir) if options.weights_dir else None,
-        startup_timeout=options.startup_timeout,
-        bucket_bytes=config.run.sync_bucket_size,
-        max_restarts=config.run.max_restarts,
-        allow_mismatch=config.run.allow_mismatch,
     )
 
 

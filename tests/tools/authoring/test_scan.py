@@ -28,8 +28,8 @@ class Hooks(Base):
     def on_step(self, metrics):
         pass
 
-    @hookimpl(specname="on_save")
-    def keep(self, store):
+    @hookimpl
+    def on_save(self, store):
         pass
 
     def helper(self):
