@@ -8,7 +8,7 @@ BF16, on every side. Weights are encoded again at every sync; no state is kept b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -53,6 +53,7 @@ class FormatCodec(Codec):
         self._checked = False
         #: every tensor of the model, if known; the stream of one rank may hold only a part of them
         self._model: Mapping[str, Shape] = {}
+        self._kinds: set[str] = set()  # of these tensors, and of the experts in the joined ones
 
     def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
         """Decide for a whole model whether its joined experts are split. If any of them is quantised, all are split, otherwise none,
@@ -68,6 +69,7 @@ class FormatCodec(Codec):
         self.family, self._model = family, shapes
         self.selector.settle(shapes)
         experts = [x for name, shape in shapes.items() for x in self._experts(name, shape)]
+        self._kinds = {kind_of(name) for name in (*shapes, *(x.name for x in experts))}
         self._apart = not experts or any(self.selector(x.name, x.shape) for x in experts)
 
     def experts(self, name: str, shape: Shape) -> list[Expert]:
@@ -170,13 +172,31 @@ class FormatCodec(Codec):
             _check(format, name, tensor)
             if not format.shows:
                 finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
-        stats = _shared_stats(format, chosen, list(tensors))
+        stats = self._shared_stats(chosen, list(tensors))
         found = [_quantize(format, n, chosen[n], stats[n], room) if n in chosen else plain(unit, n) for n in tensors]
         for encoded in found if format.shows else ():
             if (name := encoded.name) in chosen:
                 weight, shows = chosen[name], encoded.parts[part_name(name, format.shows)]
                 finite.add(name, weight, unit.lasting and weight is tensors[name], shows)
         return found
+
+    def _shared_stats(self, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:
+        """Return each weight's statistics, reduced over its coupled weights: those of them that the model has."""
+        format = self.format
+        stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
+        for name in chosen:
+            members = find_coupled(format, name, self._kinds)
+            absent = [m for m in members if m not in chosen]
+            if absent:
+                how = "is left alone by a selector" if absent[0] in present else "did not come with it"
+                raise ConfigError(
+                    f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; quantise both or neither"
+                )
+            together = [s for s in (stats[m] for m in members) if s is not None]
+            if len(together) > 1:
+                joint = torch.stack(together).amax(0)
+                stats.update(dict.fromkeys(members, joint))
+        return stats
 
     def _batch_limit(self, unit: WeightUnit) -> int:
         """Return how many weights may be encoded in one batch with this unit; 0 if the unit is encoded on its own."""
@@ -303,27 +323,21 @@ def _check(format: Format, name: str, weight: Tensor) -> None:
         raise ConfigError(f"{name} {list(weight.shape)} cannot be stored as {format.name}: {why}")
 
 
-def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:
-    """Return each weight's statistics, reduced over its coupled weights."""
-    stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
-    for name in chosen:
-        members = find_coupled(format, name)
-        absent = [m for m in members if m not in chosen]
-        if absent:
-            how = "is left alone by a selector" if absent[0] in present else "did not come with it"
-            raise ConfigError(
-                f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; quantise both or neither"
-            )
-        together = [s for s in (stats[m] for m in members) if s is not None]
-        if len(together) > 1:
-            joint = torch.stack(together).amax(0)
-            stats.update(dict.fromkeys(members, joint))
-    return stats
+def kind_of(name: str) -> str:
+    """Return the name of a weight's module within its parent, such as ``gate_proj``."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def find_coupled(format: Format, name: str) -> list[str]:
-    """Return the names of the weights that are encoded with ``name``, including itself; [] if it is encoded on its own."""
+def find_coupled(format: Format, name: str, kinds: Collection[str] = ()) -> list[str]:
+    """Return the names of the weights that are encoded with ``name``, including itself; [] if it is encoded on its own.
+
+    Args:
+        kinds: ``kind_of`` every weight of the model; empty if unknown. If the first of a group is nowhere in the model, its experts have no
+            gate, and ``up_proj`` is encoded on its own.
+    """
     stem, _, leaf = name.rpartition(".")
     parent, _, last = stem.rpartition(".")
     group = next((group for group in format.couple if last in group), ())
+    if group and kinds and group[0] not in kinds:
+        return []
     return [f"{parent}.{member}.{leaf}" for member in group]

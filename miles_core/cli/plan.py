@@ -51,9 +51,11 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.plugin.render import describe
     from miles_core.plugin.scan import scan_hooks
     from miles_core.redact import redact
+    from miles_core.run.directory import refuse_unusable_run
     from miles_core.run.prepare import apply_plan, prepare
 
     config = load(rest, command=command)
+    refuse_unusable_run(config)
     plan, catalogue = prepare(config, collect_facts(options))
     hooks = scan_hooks(plan, HOOKS)
     if config.model.hf_checkpoint is not None:

@@ -147,7 +147,10 @@ class CommandParser(argparse.ArgumentParser):
         described = [f"{' '.join(words)} ({action.help})" for words, action in zip(needs, missing, strict=True)]
         first = [word for words in needs for word in words if len(words) == 1]
         last = [word for words in needs for word in words if len(words) > 1]
-        return f"{self.prog} needs {' and '.join(described)}", [*first, *line, *last]
+        positional = [action for action in self._actions if not action.option_strings]
+        given = any(action not in missing for action in positional)  # the missing ones come after these
+        words = [*line, *first, *last] if given else [*first, *line, *last]
+        return f"{self.prog} needs {' and '.join(described)}", words
 
     def _correct_unknown(self, rest: Sequence[str], line: list[str]) -> tuple[str, list[str]]:
         """Return the sentence for words that no option takes, and the arguments without these mistakes."""

@@ -206,8 +206,10 @@ def _check_packages(result: CheckResult, plugin: Plugin) -> None:
             result.consulted.add(fact.name)
             result.advice.append(f"{plugin.name}: without {needs} {package.without}; {package.install}")
         elif not package.fits(fact.value):
-            problem = Problem(plugin.name, needs, package.install, (describe_fact(fact),))
-            result.problems.append(problem)
+            state = "is not installed" if fact.value in (None, "none") else "has another version"
+            because = f"{package.name} {state}: {package.install}"
+            choices = tuple(names(parse(package.when))) if package.when else ()
+            result.problems.append(Problem(plugin.name, needs, because, (describe_fact(fact),), choices=choices))
 
 
 def _check_uses(result: CheckResult, plugin: Plugin) -> None:

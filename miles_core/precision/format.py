@@ -49,7 +49,7 @@ class Format(ABC):
         name: as in ``--rollout-precision``.
         tile: (rows, columns) of the block that shares one scale. A shard may cut a weight only between tiles.
         couple: groups of sibling projections that are encoded with common ``stats``, as in
-            ``(("gate_proj", "up_proj"),)``; one member without the others is an error.
+            ``(("gate_proj", "up_proj"),)``; one member without the others is an error, except in models that lack the first everywhere.
         exact: quantising the dequantised FP32 values again gives the same bytes; False if only the values are the same.
         shows: suffix of the part that is not finite if the weight is not, so that only this smaller tensor is checked; "" if none.
         together: recommended number of weights per ``quantize_all`` on a GPU, for a format without ``couple``; 1 disables batching.

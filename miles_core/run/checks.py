@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from miles_core.checkpoint.directory import locate_checkpoint, run_of
+from miles_core.checkpoint.directory import locate_checkpoint
 from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
@@ -14,7 +14,7 @@ from miles_core.errors import ConfigError, PlanError
 from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
-from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run_directory
+from miles_core.run.directory import refuse_to_overwrite, refuse_unusable_run, refuse_unwritable, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
 from miles_core.run.model_check import check_model
@@ -29,9 +29,11 @@ def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:
         the effective configuration, the accepted plan, and the catalogue of plugins.
 
     Raises:
+        ConfigError: ``--load`` names no run whose options could be continued.
         PlanError: the plan is rejected; the message includes problems with the inputs.
         MilesError: see ``localise`` and ``prepare``.
     """
+    refuse_unusable_run(given)
     config = localise(given, weights=False)
     try:
         plan, catalogue = prepare(config)
@@ -103,17 +105,11 @@ def check_inputs(
 
 def _inputs(config: Config, problems: Problems) -> Inputs:
     """Open a run's inputs and perform the checks that need no plan; collect errors in ``problems``."""
-    load = config.run.load
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
         ("--prompt-data FILE", config.data.prompt_data),
     ):
         with problems():
-            if value is None and load is not None and not (run_of(load) / "config.yaml").is_file():
-                raise ConfigError(
-                    f"--load {load}: it holds no config.yaml, so it is not a complete run directory; give the directory that a run was "
-                    "saved in, or all flags of that run"
-                )
             if value is None and (config.data.prompts == "file" or flag != "--prompt-data FILE"):
                 raise ConfigError(f"miles train needs {flag}; miles demo creates a small model and prompts itself")
     with problems():

@@ -151,6 +151,26 @@ def refuse_unwritable(option: str, target: Path) -> None:
         ) from error
 
 
+def refuse_unusable_run(config: Config) -> None:
+    """Raise ConfigError if ``--load`` names a directory whose options cannot be continued, and the flags name no model either."""
+    load = config.run.load
+    if load is None or config.model.hf_checkpoint is not None:
+        return
+    directory = run_of(load)
+    if not directory.is_dir():
+        raise ConfigError(f"--load {load}: no such directory; give a run directory or one of its checkpoints")
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(
+            f"--load {load}: it holds no config.yaml, so it is not a complete run directory; give the directory that a run was "
+            "saved in, or all flags of that run"
+        )
+    if not (directory / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--load {load}: this run ended before its first checkpoint; start it again with --config {directory / 'config.yaml'} "
+            "and another --save"
+        )
+
+
 def refuse_to_overwrite(config: Config) -> None:
     """Raise ConfigError if the run directory holds a checkpoint or the metrics of a step, unless ``--load`` continues that run. A run
     that failed before its first step may be started again."""

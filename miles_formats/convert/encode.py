@@ -18,7 +18,7 @@ from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import COPY
 from miles_core.precision.format import Format, part_name
-from miles_formats.codec import FormatCodec, find_coupled
+from miles_formats.codec import FormatCodec, find_coupled, kind_of
 from miles_formats.convert.conversion import Conversion, Item, Job, Piece, copy_pieces
 from miles_formats.convert.installed import recognise
 from miles_formats.convert.json_files import (
@@ -162,12 +162,13 @@ def _units(codec: FormatCodec, weights: dict[str, _Weight], wanted: set[str]) ->
     assert codec.format is not None
     units: dict[str, list[_Weight]] = {}
     by_slab: dict[tuple[str, int], list[_Weight]] = {}
+    kinds = set(map(kind_of, weights))
     for weight in weights.values():
         by_slab.setdefault(weight.slab, []).append(weight)
     for weight in weights.values():
         if weight.name in units:
             continue
-        members = find_coupled(codec.format, weight.name) if weight.name in wanted else []
+        members = find_coupled(codec.format, weight.name, kinds) if weight.name in wanted else []
         absent = next((m for m in members if m not in wanted), None)
         if absent is not None:
             how = "is left alone by a selector" if absent in weights else "is not in the checkpoint"
@@ -197,12 +198,13 @@ def _shaped_jobs(source: ShapedFiles, codec: FormatCodec, weights: dict[str, _We
     def piece() -> list[Write]:
         return [Write(name, tensor) for e in codec.encode_unit(source.take()) for name, tensor in e.parts.items()]
 
-    jobs = []
+    jobs, kinds = [], set(map(kind_of, weights))
     for unit in source.units:
         members = [w for w in weights.values() if w.entry.name in unit]
         names = {w.name for w in members}
         for name in names & chosen:
-            if absent := next((m for m in find_coupled(codec.format, name) if m not in names & chosen), None):
+            coupled = find_coupled(codec.format, name, kinds)
+            if absent := next((m for m in coupled if m not in names & chosen), None):
                 raise CheckpointError(
                     f"{name}: {codec.format.name} encodes it together with {absent}, which is left alone or not in the same unit of the "
                     "plugins' wrap_weights; keep both in one WeightUnit"

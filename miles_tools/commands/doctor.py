@@ -153,6 +153,10 @@ def problems_of(needs: Sequence[Requirement], found: Environment) -> list[str]:
     return lines
 
 
+#: Parts of which a run has one: a plugin that provides one is checked in a run that selects it.
+_SELECTED = ("engine", "trainer", "runtime")
+
+
 def plugin_states(model: str | None) -> list[dict[str, str]]:
     """Return for every installed plugin whether it is usable on this host (and with this model) by itself, or why not. Options that it needs
     are no reason, because a run can set them."""
@@ -176,7 +180,10 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
             rows.append({**row, "state": "broken", "why": str(error)})
             continue
         row |= {"version": plugin.version, "summary": plugin.summary}
-        problems = check([name], catalogue, facts).problems
+        selected = [
+            replace(facts[kind], value=part) for kind in _SELECTED for part in list(plugin.provides.get(kind, ()))[:1]
+        ]
+        problems = check([name], catalogue, facts.with_facts(selected)).problems
         reasons = [f"{p.headline}, because {p.because}" for p in problems if {fact for fact, *_ in p.values} - options]
         why = "with --emulate-precision: this machine lacks its tensor cores" if emulated_here(plugin, facts) else ""
         rows.append({**row, "state": "not here" if reasons else "usable", "why": "; ".join(reasons) or why})

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from miles_core.cli import train
+from miles_core.cli import plan, train
 from miles_core.errors import CheckpointError, ConfigError
 from miles_testing.toy import toy_arguments
 
@@ -148,5 +148,15 @@ def test_a_directory_that_is_no_run_is_told_as_that(tmp_path):
         ConfigError, match=r"--load .*: it holds no config.yaml, so it is not a complete run directory"
     ) as caught:
         train.run(["--load", str(tmp_path)])
-    assert "needs --prompt-data" not in str(caught.value)
+    assert "needs --prompt-data" not in str(caught.value) and "no reward" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [train, plan])
+def test_a_run_that_ended_before_its_first_checkpoint_is_not_continued(command, tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {hf_checkpoint: model}")
+    with pytest.raises(ConfigError, match=r"before its first checkpoint; start it again with --config .*/config.yaml"):
+        command.run(["--load", str(tmp_path)])
+    with pytest.raises(ConfigError, match="no such directory"):
+        command.run(["--load", str(tmp_path / "absent")])
+    assert not (tmp_path / "absent").exists()

@@ -38,6 +38,8 @@ def test_own_options_are_separated_from_those_of_runs():
         (["simulate", "--compare", "sync", "--num-rolout", "3"], "miles simulate --compare sync --num-rollout 3"),
         (["demo", "--device", "cpu", "--num-rolout", "3"], "miles demo --device cpu --num-rollout 3"),
         (["plugins", "explain", "r3", "--lrr", "1"], "miles plugins explain r3 --lr 1"),
+        (["diff", "one"], "miles diff one B"),
+        (["diff", "--json"], "miles diff A B --json"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -83,7 +85,7 @@ MISTAKES = {
         ("RUN --stp 3", "did you mean --step", "RUN --step 3"),
         ("RUN --step x", "--step x: it must be a whole number", "RUN --step 1"),
     ],
-    "diff": [("A", "miles diff needs B", "B A")],
+    "diff": [("A", "miles diff needs B", "A B")],
     "report": [
         ("", "miles report needs RUN (run directory", "RUN"),
         ("--outptu x.html", "2 problems:", "RUN --output x.html"),

@@ -47,6 +47,13 @@ COMBINED = {
         },
     ),
     "lora": ("jamba", {"plugins": ["lora"], "lora_target_modules": "all-linear,all-experts", "verify_logprobs": True}),
+    "a format of experts without a gate": (
+        "nemotron_h",
+        {
+            "plugins": ["nvfp4"],
+            **{"rollout_precision": "nvfp4", "train_precision": "nvfp4", "emulate_precision": True},
+        },
+    ),
     "lora, renamed modules": ("nemotron_h", {"plugins": ["lora"], "verify_logprobs": True}),
     "partial responses": (
         "bamba",

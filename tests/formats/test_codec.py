@@ -6,6 +6,7 @@ from miles_core.errors import ConfigError, MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
 from miles_formats.codec import FormatCodec
+from miles_formats.fused_experts import Family
 
 PREFIX = "model.layers.0.mlp.experts.0"
 GATE, UP, DOWN, NORM = (
@@ -78,6 +79,17 @@ def test_coupled_weights_are_encoded_with_their_joint_statistics():
 def test_a_lone_half_is_refused():
     with pytest.raises(ConfigError, match=r"up_proj.* together with .*gate_proj.*did not come"):
         FormatCodec(Int8()).encode_unit(WeightUnit({UP: units()[0].tensors[UP]}))
+
+
+def test_experts_without_a_gate_have_statistics_of_their_own():
+    tensors = units()[0].tensors
+    codec = FormatCodec(Int8())
+    codec.settle({UP: (4, 6), DOWN: (6, 4)}, Family())
+    (up,) = codec.encode_unit(WeightUnit({UP: tensors[UP]}))
+    assert up.parts[f"{PREFIX}.up_proj.weight_scale"] == tensors[UP].abs().max() / 127
+    codec.settle({GATE: (4, 6), UP: (4, 6), DOWN: (6, 4)}, Family())
+    with pytest.raises(ConfigError, match="did not come"):
+        codec.encode_unit(WeightUnit({UP: tensors[UP]}))
 
 
 def test_a_selector_must_not_split_a_couple():

@@ -62,6 +62,17 @@ def test_a_missing_optional_package_is_a_note_and_a_missing_needed_one_a_problem
     assert check({"mine": "--plugins"}, parts, old).problems
 
 
+@pytest.mark.parametrize(("version", "state"), [("none", "is not installed"), ("0.9", "has another version")])
+def test_a_missing_package_says_what_is_wrong_and_which_option_needs_it(version, state):
+    package = Package("not-a-package", "~=1.0", when="trainer == y", install="pip install it")
+    config = load(["--engine", "x", "--trainer", "y"], manifests=[mine(provides=PARTS, packages=(package,))])
+    facts = Facts([*config.facts(), Fact("package.not-a-package", version, "a test")])
+    (problem,) = [
+        p for p in check({"mine": "--plugins"}, config.schema.manifests, facts).problems if "not-a-package" in p.needs
+    ]
+    assert problem.because == f"not-a-package {state}: pip install it" and problem.choices == ("trainer",)
+
+
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
     config = load([], manifests=[embedded, workers, *drafts])

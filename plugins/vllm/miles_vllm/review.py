@@ -36,8 +36,8 @@ def _installed(facts: Facts) -> Iterator[Problem]:
     found = version()
     if found is None or not SpecifierSet(TESTED).contains(found.partition("+")[0], prereleases=True):
         has = f"vLLM {found} is installed" if found else "vLLM is not installed"
-        described = (describe_fact(facts.lookup("engine")),)
-        yield Problem("vllm", f"vLLM {TESTED}", f"{has}: {INSTALL}", described, choices=("engine",))
+        values = (("package.vllm", found or "none", "not installed here" if found is None else "installed here"),)
+        yield Problem("vllm", f"vLLM {TESTED}", f"{has}: {INSTALL}", values, choices=("engine",))
 
 
 def _no_arguments() -> list[dict[str, object]]:

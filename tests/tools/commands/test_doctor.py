@@ -3,7 +3,7 @@ import json
 import pytest
 
 from miles_core.errors import ConfigError
-from miles_core.observe.environment import Environment, Gpu
+from miles_core.observe.environment import Environment, Gpu, find_version
 from miles_tools.commands import doctor
 from miles_tools.commands.doctor import Requirement, problems_of, requirements, run
 
@@ -121,6 +121,13 @@ def test_installed_plugins_have_a_state(capsys):
     assert [r["name"] for r in rows] == discover().names
     assert all(r["state"] in ("usable", "not here", "broken") for r in rows)
     assert all(r["why"] for r in rows if r["state"] != "usable")
+    for name, package in (
+        ("megatron", "megatron-core"),
+        ("sglang", "sglang"),
+        ("vllm", "vllm"),
+    ):  # usable only if a run can select it
+        (row,) = [r for r in rows if r["name"] == name]
+        assert find_version(package) or (row["state"] == "not here" and "is not installed: pip install" in row["why"])
     # they need options, and nothing of the machine
     assert {"distillation", "offline", "ppo", "tools"} <= {r["name"] for r in rows if r["state"] == "usable"}
     plugins.run(["--json"])  # the two commands agree about what runs here only when it is emulated
