@@ -114,15 +114,19 @@ def _ways(w: Work) -> Iterator[tuple[Work, dict[str, Any]]]:
     saving = replace(w, recompute="full", recompute_layers=1)
     fractions = [f for f in _OFFLOADED if f > w.offloaded]
     for fraction in fractions:
-        yield replace(w, offloaded=fraction), _offload(fraction)
+        yield replace(w, offloaded=fraction, kept=0.0), _offload(fraction)
     if w.recompute != "full":
         yield saving, whole
         for fraction in fractions[-1:]:
-            yield replace(saving, offloaded=fraction), {**whole, **_offload(fraction)}
+            yield replace(saving, offloaded=fraction, kept=0.0), {**whole, **_offload(fraction)}
 
 
 def _offload(fraction: float) -> dict[str, Any]:
-    return {"megatron.optimizer_cpu_offload": True, "megatron.optimizer_offload_fraction": fraction}
+    return {
+        "megatron.optimizer_cpu_offload": True,
+        "megatron.optimizer_offload_fraction": fraction,
+        "megatron.use_precision_aware_optimizer": True,
+    }
 
 
 @lru_cache(maxsize=256)

@@ -44,12 +44,14 @@ def row(accepted, start):
 
 def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
     model = checkpoint("qwen3-30b-a3b")
-    off, half, on = (
+    aware = {"use_precision_aware_optimizer": True}
+    off, half, on, kept = (
         plan(hf_checkpoint=model, facts=["hardware=8xH200"], **SLIME, **more)
         for more in (
-            {"optimizer_cpu_offload": True},
-            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            {"optimizer_cpu_offload": True, **aware},
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, **aware},
             {},
+            {"optimizer_cpu_offload": True},
         )
     )
     assert row(on, "trainer")["optimizer"] == pytest.approx(2 * row(half, "trainer")["optimizer"], rel=0.01)
@@ -57,6 +59,8 @@ def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
         row(on, "trainer")["in all"] - row(on, "trainer")["optimizer"], abs=0.2
     )
     assert "100% of the optimizer's state is in host memory" in table(off)
+    # 4 of 12 bytes per parameter: Megatron-Core's copy of the FP32 masters on the GPU
+    assert row(kept, "trainer")["optimizer"] == pytest.approx(row(on, "trainer")["optimizer"] / 3, rel=0.01)
 
 
 def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
@@ -66,8 +70,12 @@ def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
         plan(**given)
     text = str(error.value)
     assert "the trainer megatron and the engine sglang need" in text and "gpu.memory_gb = 80" in text
-    fraction = float(re.search(r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+)", text)[1])
-    accepted = plan(**given, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    found = re.search(
+        r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+) --use-precision-aware-optimizer", text
+    )
+    fraction = float(found[1])
+    offload = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+    accepted = plan(**given, **offload, optimizer_offload_fraction=fraction)
     assert f"{fraction:.0%} of the optimizer's state" in table(accepted)
 
 
@@ -134,6 +142,8 @@ def test_sizes_that_divide_but_do_not_fit_are_offered_with_what_makes_them_fit(c
     with pytest.raises(PlanError) as error:
         plan(**given)
     fixes = [line.strip() for line in str(error.value).partition("would do:")[2].splitlines() if line.strip()]
-    assert "--expert-tensor-parallel-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5" in fixes
+    offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer"
+    assert f"--expert-tensor-parallel-size 1 {offload}" in fixes
     assert all(fix.count("--expert-model-parallel-size") < 2 for fix in fixes)  # no change is taken back by the next
-    plan(**given | {"expert_tensor_parallel_size": 1, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5})
+    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
+    plan(**given | {"expert_tensor_parallel_size": 1} | half)
