@@ -6,6 +6,7 @@ from typing import Any
 
 from miles_core.plugin import Facts
 from miles_core.trainer import MICRO_BATCH_TOKENS
+from miles_embedded import longest_sample
 from miles_megatron.memory import Work
 from miles_megatron.recipes import RECIPES
 from miles_megatron.sizes import Sizes
@@ -32,7 +33,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         return default if found in (None, "") else found
 
     full = _width(facts) == 4
-    longest = context(facts)[0]
+    longest = longest_sample(facts)[0]
     counted = value("train.micro_batch_size", 0) and not value("train.use_dynamic_batch_size", False)
     rollout = value("rollout.batch_size", 1) * value("rollout.n_samples_per_prompt", 1)
     samples = value("train.global_batch_size", rollout // (value("train.num_steps_per_rollout", 1)))
@@ -76,13 +77,3 @@ def _state(facts: Facts, full: bool) -> float:
     remainders = facts.value("megatron.store_param_remainders") is not False
     master = 2 if remainders and not full else _BYTES[facts.value("megatron.main_params_dtype") or "float32"]
     return float(moments + (0 if full else master))
-
-
-def context(facts: Facts) -> tuple[int, str]:
-    """Return the tokens of the longest sample and the source of the number."""
-    if facts.value("rollout.max_context_len"):
-        return facts.value("rollout.max_context_len"), "--rollout-max-context-len"
-    answer = facts.value("rollout.max_response_len", 1024)
-    if facts.value("rollout.max_prompt_len"):
-        return facts.value("rollout.max_prompt_len") + answer, "longest prompt and response"
-    return answer + 1024, "longest response, and a prompt of 1,024 tokens (--rollout-max-prompt-len bounds it)"

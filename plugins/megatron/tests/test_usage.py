@@ -101,11 +101,38 @@ def test_too_few_machines_are_answered_with_how_many_would_do(checkpoint):
     given |= {"actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 8, "micro_batch_size": 1}
     with pytest.raises(PlanError) as error:
         plan(**given, facts=["hardware=2x8xH200"])
-    machines, nodes, flags = re.search(r"on (\d+) machines: --actor-num-nodes (\d+) (--.*)", str(error.value)).groups()
-    words = re.findall(r"--([a-z-]+)(?: (\d+))?", flags)
-    options = {name.replace("-", "_"): int(value) if value else True for name, value in words}
-    plan(**given, **options, actor_num_nodes=int(nodes), facts=[f"hardware={machines}x8xH200"])
-    assert int(machines) == int(nodes) + 1
+    offered = re.findall(r"on (\d+) machines: --actor-num-nodes (\d+) (--.*)", str(error.value))
+    for machines, nodes, flags in offered:
+        words = re.findall(r"--([a-z-]+)(?: (full|\d+))?", flags)
+        options = {name.replace("-", "_"): value or True for name, value in words}
+        plan(**given, **options, actor_num_nodes=int(nodes), facts=[f"hardware={machines}x8xH200"])
+        assert int(machines) == int(nodes) + (0 if "--colocate" in flags else 1)
+    # first fewer machines with everything that saves memory, then those that suffice without
+    assert "--optimizer-cpu-offload" in offered[0][2] and "--optimizer-cpu-offload" not in offered[-1][2]
+    assert int(offered[0][0]) < int(offered[-1][0])
+
+
+def test_tensor_parallelism_over_several_machines_gets_a_warning(checkpoint):
+    given = {
+        "trainer": "megatron",
+        "hf_checkpoint": checkpoint("deepseek-v3"),
+        "sequence_parallel": True,
+        "optimizer_cpu_offload": True,
+    }
+    given |= {
+        "expert_model_parallel_size": 128,
+        "expert_tensor_parallel_size": 1,
+        "recompute_granularity": "full",
+        "micro_batch_size": 1,
+    }
+    given |= {"engine": "sglang", "sglang_url": "http://host:30000"}
+    facts = ["hardware=64x8xH200", "megatron.ranks=512"]
+    for size, warned in ((8, 0), (16, 1)):
+        accepted = plan(**given, facts=facts, tensor_model_parallel_size=size)
+        assert (
+            sum(f"--tensor-model-parallel-size {size} are on several machines of 8" in n for n in accepted.reviews)
+            == warned
+        )
 
 
 def test_packages_are_assumed_where_the_plan_is_for_other_machines(checkpoint):
