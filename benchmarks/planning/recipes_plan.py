@@ -124,6 +124,7 @@ def _placement(row: dict[str, Any]) -> list[str]:
         found += ["--sglang-ep-size", str(row["engine_ep"])]
     if row["engine_dp"] > 1:
         found += ["--sglang-dp-size", str(row["engine_dp"]), "--sglang-enable-dp-attention"]
+        found += ["--sglang-moe-dense-tp-size", "1"]  # as slime's and miles' scripts with this attention
     if row["mem_fraction"]:
         # vLLM's share refers to the whole GPU and includes activations, about 8 GB. SGLang's excludes them and refers to free memory: a
         # sleeping trainer keeps 2 GB

@@ -325,7 +325,13 @@ def _run_reviews(result: CheckResult) -> None:
             Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (describe_fact(layers),))
         )
         return
-    model = model_config(result.facts.value("model.hf_checkpoint"))
+    checkpoint = result.facts.value("model.hf_checkpoint")
+    model = model_config(checkpoint)
+    if model is None and checkpoint:
+        result.reviews.append(
+            f"warning: sizes and memory are not checked, because {checkpoint} is neither a directory nor in the local hub cache; "
+            f"its config.json is enough: hf download {checkpoint} config.json"
+        )
     usages: list[Usage] = []
     for plugin in result.activation.active.values():
         if plugin.review:

@@ -37,7 +37,7 @@ class ModelSize:
         attention: parameters of the attention of one layer.
         dense: parameters of a dense feed-forward layer.
         routed: parameters of all routed experts of one sparse layer.
-        shared: other feed-forward parameters of one sparse layer: shared experts and router.
+        shared: other feed-forward parameters of one sparse layer: shared experts, router, projections to and from a latent of the experts.
         sparse_layers: number of layers with experts.
         cached: cached elements per token, in all layers; of a latent, the latent and the rotated key.
         expanded: the same for an engine that caches the keys and values that it computes from a latent.
@@ -49,6 +49,7 @@ class ModelSize:
         state: a layer that keeps a state between tokens, if there are any.
         state_layers: number of such layers.
         tower: the tower for images, which is not counted in ``parameters``, if there is one.
+        dispatched: width of the inputs of routed experts: the hidden states, or a latent (Nemotron 3).
     """
 
     layers: int
@@ -70,6 +71,7 @@ class ModelSize:
     state: StateSize | None = None
     state_layers: int = 0
     tower: TowerSize | None = None
+    dispatched: int = 0
 
     @property
     def experts(self) -> int:
@@ -136,7 +138,7 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
     inner = _inner(keys, hidden)
     expert = _number(keys, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
     experts = _number(keys, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    shared = _shared(keys, expert)
+    shared, latent = _shared(keys, expert), _number(keys, "moe_latent_size")
     top_k = _number(
         keys, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"
     )
@@ -149,8 +151,8 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         embeddings=vocab * hidden * (1 if keys.get("tie_word_embeddings") else 2),
         attention=attention,
         dense=matrices * hidden * dense,
-        routed=experts * matrices * hidden * expert,
-        shared=matrices * hidden * shared + hidden * experts,
+        routed=experts * matrices * (latent or hidden) * expert,
+        shared=matrices * hidden * shared + hidden * experts + 2 * hidden * latent,
         sparse_layers=moe_layers,
         cached=attending * cached,
         expanded=attending * expanded,
@@ -162,6 +164,7 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         state=state_size(keys, hidden, heads) if stateful else None,
         state_layers=stateful,
         tower=tower_size(config),
+        dispatched=latent or hidden,
     )
 
 
@@ -208,7 +211,8 @@ def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, i
 
 def _shared(keys: Mapping[str, Any], expert: int) -> int:
     """Intermediate units of all shared experts of a layer."""
-    if given := _number(keys, "shared_expert_intermediate_size", "shared_intermediate_size"):
+    names = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
+    if given := _number(keys, *names):
         return given
     if str(keys.get("model_type", "")).startswith("llama4"):
         return expert

@@ -105,13 +105,20 @@ def size_of(facts: Facts, model: Mapping[str, Any]) -> ModelSize | None:
 
 
 def longest_sample(facts: Facts) -> tuple[int, str]:
-    """Return the tokens of the longest sample, and the option that determines the number."""
+    """Return the tokens of the longest sample, and the option that determines the number. Without ``--rollout-max-context-len``, responses end
+    at the model's context."""
+    context = int(facts.value("model.context") or 0)
     if limit := facts.value("rollout.max_context_len"):
-        return int(limit), "--rollout-max-context-len"
+        beyond = f"; warning: the model's context in config.json has {context:,}" if 0 < context < int(limit) else ""
+        return int(limit), f"--rollout-max-context-len{beyond}"
     answer = int(facts.value("rollout.max_response_len") or 1024)
-    if prompt := facts.value("rollout.max_prompt_len"):
-        return int(prompt) + answer, "longest prompt and response"
-    return answer + 1024, "longest response, and a prompt of 1,024 tokens (--rollout-max-prompt-len bounds it)"
+    prompt = facts.value("rollout.max_prompt_len")
+    longest = answer + int(prompt or 1024)
+    if 0 < context < longest:
+        return context, f"the model's context, where responses end although --rollout-max-response-len is {answer:,}"
+    if prompt:
+        return longest, "longest prompt and response"
+    return longest, "longest response, and a prompt of 1,024 tokens (--rollout-max-prompt-len bounds it)"
 
 
 def wanted_rows(facts: Facts) -> int:

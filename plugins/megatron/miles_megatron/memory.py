@@ -47,6 +47,7 @@ class Work:
         gradient: bytes of an element of the gradient buffer.
         state: bytes of moments and masters per parameter.
         offloaded: fraction of the optimizer state in host memory.
+        kept: bytes per parameter that stay on the GPU for the state in host memory.
         recompute: what the backward pass recomputes: "full", "selective" or "".
         recompute_layers: number of layers recomputed together with "full".
         recompute_modules: modules that "selective" recomputes.
@@ -61,6 +62,7 @@ class Work:
     gradient: int = 4
     state: float = 12.0
     offloaded: float = 0.0
+    kept: float = 0.0
     recompute: str = ""
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
@@ -147,12 +149,13 @@ def _stage(a: Architecture, s: Sizes, w: Work, number: int, kinds: Layers) -> St
     mine = held.split / s.tp + held.whole
     experts = held.experts / (s.ep * s.etp)
     own = w.width * w.trained if w.trained < 1 else 0.0
+    state = w.state * (1 - w.offloaded) + w.kept * w.offloaded
     return Stage(
         number,
         sum(layers for _, layers in kinds),
         weights=(w.width + w.seen + own) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
         gradients=w.gradient * w.trained * (mine + experts),
-        optimiser=w.state * w.trained * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
+        optimiser=state * w.trained * (mine / (s.dp * s.cp) + experts / s.expert_dp),
         activations=_activations(a, s, w, number, kinds),
         other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
     )

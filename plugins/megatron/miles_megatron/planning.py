@@ -30,7 +30,7 @@ _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
             "megatron.optimizer_cpu_offload": True,
             "megatron.use_precision_aware_optimizer": True,
         },
-        {"recompute": "full", "offloaded": 1.0},
+        {"recompute": "full", "offloaded": 1.0, "kept": 0.0, "state": 12.0},
     ),
 )
 

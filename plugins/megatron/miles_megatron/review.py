@@ -34,6 +34,12 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     layers = a.mtp if not a.mixers else int(facts.value("model.mtp_layers") or 0)
     if untrained := layers - bool(facts.value(MTP)):
         note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
+    machine = int(facts.value("gpu.count") or 0)
+    if machine and s.tp > machine:
+        note += (
+            f"warning: the ranks of --tensor-model-parallel-size {s.tp} are on several machines of {machine} GPUs, so that every layer waits for the "
+            "network; pipeline, context and expert parallelism send less",
+        )
     return Review(note, problems)
 
 

@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any
 
 from miles_core.plugin import CheckpointError, Facts, Parts, Usage
-from miles_embedded import engines_gpus, format_billions
+from miles_embedded import engines_gpus, format_billions, longest_sample
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
 from miles_megatron.host_memory import describe_host
 from miles_megatron.memory import Stage, Work, memory, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
-from miles_megatron.work import MTP, context, work_of
+from miles_megatron.work import MTP, work_of
 
 #: Fractions of the optimizer state in host memory to try.
 _OFFLOADED = (0.25, 0.5, 0.75, 1.0)
@@ -49,7 +49,7 @@ def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usag
     size = format_billions(total) if total > 1e7 else f"{total:,}"
     note = (
         f"trainer: {a.family}, {size} parameters on {s.ranks} rank{'s' * (s.ranks > 1)} ({ranks_of(facts)[1]}), {s.dp} replicas; "
-        f"micro-batches of {w.tokens:,} tokens ({context(facts)[1]})"
+        f"micro-batches of {w.tokens:,} tokens ({longest_sample(facts)[1]})"
     )
     if w.trained < 1:
         note += f"; adapters, counted as {w.trained:.0%} of the parameters, over a frozen base"
@@ -93,14 +93,19 @@ def _fitting(facts: Facts, a: Architecture, s: Sizes, w: Work, budget: float) ->
             yield how
     for v, how in ways:
         yield from islice(({**change_sizes(s, c), **how} for c in _others(a, s, v, budget)), _SUGGESTED)
+    # more ranks with everything that saves memory, up to those that suffice without
     for ranks in (s.ranks << n for n in range(1, _DOUBLED)):
         more = replace(s, ranks=ranks)
-        found = next((c for c in (more, *_others(a, more, w, budget)) if _fits(a, c, w, budget)), None)
-        if found is not None:
-            changed = change_sizes(s, found)
-            yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **changed}
-            yield {**_on_ranks(facts, ranks, 0), **changed, "colocate": True}
-            return
+        for v, how in (ways[0], *ways[-1:]):
+            found = next((c for c in (more, *_others(a, more, v, budget)) if _fits(a, c, v, budget)), None)
+            if found is not None:
+                changed = {**change_sizes(s, found), **how}
+                yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **changed}
+                if not facts.value("colocate"):
+                    yield {**_on_ranks(facts, ranks, 0), **changed, "colocate": True}
+                if not how:
+                    return
+                break
 
 
 def _fits(a: Architecture, s: Sizes, w: Work, budget: float) -> bool:
@@ -114,15 +119,19 @@ def _ways(w: Work) -> Iterator[tuple[Work, dict[str, Any]]]:
     saving = replace(w, recompute="full", recompute_layers=1)
     fractions = [f for f in _OFFLOADED if f > w.offloaded]
     for fraction in fractions:
-        yield replace(w, offloaded=fraction), _offload(fraction)
+        yield replace(w, offloaded=fraction, kept=0.0), _offload(fraction)
     if w.recompute != "full":
         yield saving, whole
         for fraction in fractions[-1:]:
-            yield replace(saving, offloaded=fraction), {**whole, **_offload(fraction)}
+            yield replace(saving, offloaded=fraction, kept=0.0), {**whole, **_offload(fraction)}
 
 
 def _offload(fraction: float) -> dict[str, Any]:
-    return {"megatron.optimizer_cpu_offload": True, "megatron.optimizer_offload_fraction": fraction}
+    return {
+        "megatron.optimizer_cpu_offload": True,
+        "megatron.optimizer_offload_fraction": fraction,
+        "megatron.use_precision_aware_optimizer": True,
+    }
 
 
 @lru_cache(maxsize=256)

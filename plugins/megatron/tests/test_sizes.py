@@ -185,6 +185,7 @@ def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint, options, override)
         facts=["gpu=H200", "megatron.ranks=256", "package.sglang=0.5.17", "gpu.count=8"],
         engine="sglang",
         sglang_tp_size=8,
+        sglang_ep_size=8,
         plugins=["r3", "fp8"],
         fp8_recipe="blockwise",
         expert_model_parallel_size=32,

@@ -44,12 +44,14 @@ def row(accepted, start):
 
 def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
     model = checkpoint("qwen3-30b-a3b")
-    off, half, on = (
+    aware = {"use_precision_aware_optimizer": True}
+    off, half, on, kept = (
         plan(hf_checkpoint=model, facts=["hardware=8xH200"], **SLIME, **more)
         for more in (
-            {"optimizer_cpu_offload": True},
-            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            {"optimizer_cpu_offload": True, **aware},
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, **aware},
             {},
+            {"optimizer_cpu_offload": True},
         )
     )
     assert row(on, "trainer")["optimizer"] == pytest.approx(2 * row(half, "trainer")["optimizer"], rel=0.01)
@@ -57,6 +59,8 @@ def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
         row(on, "trainer")["in all"] - row(on, "trainer")["optimizer"], abs=0.2
     )
     assert "100% of the optimizer's state is in host memory" in table(off)
+    # 4 of 12 bytes per parameter: Megatron-Core's copy of the FP32 masters on the GPU
+    assert row(kept, "trainer")["optimizer"] == pytest.approx(row(on, "trainer")["optimizer"] / 3, rel=0.01)
 
 
 def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
@@ -66,8 +70,12 @@ def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
         plan(**given)
     text = str(error.value)
     assert "the trainer megatron and the engine sglang need" in text and "gpu.memory_gb = 80" in text
-    fraction = float(re.search(r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+)", text)[1])
-    accepted = plan(**given, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    found = re.search(
+        r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+) --use-precision-aware-optimizer", text
+    )
+    fraction = float(found[1])
+    offload = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+    accepted = plan(**given, **offload, optimizer_offload_fraction=fraction)
     assert f"{fraction:.0%} of the optimizer's state" in table(accepted)
 
 
@@ -93,11 +101,38 @@ def test_too_few_machines_are_answered_with_how_many_would_do(checkpoint):
     given |= {"actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 8, "micro_batch_size": 1}
     with pytest.raises(PlanError) as error:
         plan(**given, facts=["hardware=2x8xH200"])
-    machines, nodes, flags = re.search(r"on (\d+) machines: --actor-num-nodes (\d+) (--.*)", str(error.value)).groups()
-    words = re.findall(r"--([a-z-]+)(?: (\d+))?", flags)
-    options = {name.replace("-", "_"): int(value) if value else True for name, value in words}
-    plan(**given, **options, actor_num_nodes=int(nodes), facts=[f"hardware={machines}x8xH200"])
-    assert int(machines) == int(nodes) + 1
+    offered = re.findall(r"on (\d+) machines: --actor-num-nodes (\d+) (--.*)", str(error.value))
+    for machines, nodes, flags in offered:
+        words = re.findall(r"--([a-z-]+)(?: (full|\d+))?", flags)
+        options = {name.replace("-", "_"): value or True for name, value in words}
+        plan(**given, **options, actor_num_nodes=int(nodes), facts=[f"hardware={machines}x8xH200"])
+        assert int(machines) == int(nodes) + (0 if "--colocate" in flags else 1)
+    # first fewer machines with everything that saves memory, then those that suffice without
+    assert "--optimizer-cpu-offload" in offered[0][2] and "--optimizer-cpu-offload" not in offered[-1][2]
+    assert int(offered[0][0]) < int(offered[-1][0])
+
+
+def test_tensor_parallelism_over_several_machines_gets_a_warning(checkpoint):
+    given = {
+        "trainer": "megatron",
+        "hf_checkpoint": checkpoint("deepseek-v3"),
+        "sequence_parallel": True,
+        "optimizer_cpu_offload": True,
+    }
+    given |= {
+        "expert_model_parallel_size": 128,
+        "expert_tensor_parallel_size": 1,
+        "recompute_granularity": "full",
+        "micro_batch_size": 1,
+    }
+    given |= {"engine": "sglang", "sglang_url": "http://host:30000"}
+    facts = ["hardware=64x8xH200", "megatron.ranks=512"]
+    for size, warned in ((8, 0), (16, 1)):
+        accepted = plan(**given, facts=facts, tensor_model_parallel_size=size)
+        assert (
+            sum(f"--tensor-model-parallel-size {size} are on several machines of 8" in n for n in accepted.reviews)
+            == warned
+        )
 
 
 def test_packages_are_assumed_where_the_plan_is_for_other_machines(checkpoint):
@@ -134,6 +169,8 @@ def test_sizes_that_divide_but_do_not_fit_are_offered_with_what_makes_them_fit(c
     with pytest.raises(PlanError) as error:
         plan(**given)
     fixes = [line.strip() for line in str(error.value).partition("would do:")[2].splitlines() if line.strip()]
-    assert "--expert-tensor-parallel-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5" in fixes
+    offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer"
+    assert f"--expert-tensor-parallel-size 1 {offload}" in fixes
     assert all(fix.count("--expert-model-parallel-size") < 2 for fix in fixes)  # no change is taken back by the next
-    plan(**given | {"expert_tensor_parallel_size": 1, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5})
+    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
+    plan(**given | {"expert_tensor_parallel_size": 1} | half)

@@ -95,8 +95,13 @@ def make_task(options: Any, rest: Sequence[str], command: Command) -> tuple[Task
     if not given.value("gpu.count"):
         raise ConfigError("--search: there is no GPU here; give the hardware, for example --hardware 64xH200")
     facts = check(config.requested, catalogue, given).facts
-    model = model_config(config.model.hf_checkpoint)
-    assert model is not None  # ``facts_for`` has read it
+    name = config.model.hf_checkpoint
+    model = model_config(name)
+    if model is None:
+        raise ConfigError(
+            f"--hf-checkpoint {name}: neither a directory nor in the local hub cache; a search needs its config.json: "
+            f"hf download {name} config.json"
+        )
     work, notes = _workload(facts, options)
     return Task(facts, config.requested, catalogue, model, work, options.allow_precision), config, notes
 

@@ -77,6 +77,7 @@ class EngineLayout:
         cache: tokens that an engine's cache holds.
         weights: bytes of weights on one GPU.
         token_bytes: bytes of cache per token on one GPU.
+        state_bytes: bytes of the states of one sequence on one GPU, which every decoding step reads and writes.
         precision: number format of the weights.
         changes, estimate: as for ``TrainerLayout``.
     """
@@ -90,6 +91,7 @@ class EngineLayout:
     cache: int = 1 << 20
     weights: float = 0.0
     token_bytes: float = 0.0
+    state_bytes: float = 0.0
     precision: str = "bf16"
     changes: Changes = field(default_factory=dict)
     estimate: Estimate = tuple

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.plugin import moe_layers
+from miles_core.plugin import layer_kinds, moe_layers
 from miles_embedded import ModelSize, model_size
+
+#: Kinds of layers that attend to the last tokens only.
+_WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,9 @@ class ModelCost:
     Attributes:
         size: parameters and cached elements.
         experts, top_k: routed experts per layer, and how many of them a token uses; 0 without experts.
-        attended: elements of queries and outputs per layer: a token's attention to n others takes ``2 * n * attended`` operations.
+        attended: elements of queries and outputs per layer that attends: a token's attention to n others takes ``2 * n * attended`` operations.
         attended_cache: as ``attended`` while decoding, where latent attention multiplies with the compressed cache.
+        windowed, window: number of layers that attend to the last ``window`` tokens only.
     """
 
     size: ModelSize
@@ -26,6 +30,12 @@ class ModelCost:
     top_k: int
     attended: int
     attended_cache: int
+    windowed: int = 0
+    window: int = 0
+
+    def attending(self, context: float) -> float:
+        """Number of layers that attend to ``context`` tokens; a layer with a window counts as the share that it sees."""
+        return self.size.attending - self.windowed * max(1 - self.window / max(context, 1.0), 0.0)
 
     @property
     def active(self) -> float:
@@ -61,7 +71,10 @@ def model_cost(config: Mapping[str, Any]) -> ModelCost | None:
         attended = cached = 2 * heads * int(keys.get("head_dim") or size.hidden // heads)
     experts = _first(keys, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     top_k = _first(keys, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
-    return ModelCost(size, experts if size.sparse_layers else 0, top_k if size.sparse_layers else 0, attended, cached)
+    window = _first(keys, "sliding_window", "attention_chunk_size")
+    windowed = sum(kind in _WINDOWED for kind in layer_kinds(keys)) if window else 0
+    sparse = size.sparse_layers > 0
+    return ModelCost(size, experts if sparse else 0, top_k if sparse else 0, attended, cached, windowed, window)
 
 
 def _first(keys: Mapping[str, Any], *names: str) -> int:

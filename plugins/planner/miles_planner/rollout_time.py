@@ -1,6 +1,6 @@
 """Seconds that engines take to generate the samples of a step.
 
-A decoding step reads the weights that its tokens use and the cache of its sequences, or computes, whichever takes longer, plus times
+A decoding step reads the weights that its tokens use and the cache and states of its sequences, or computes, whichever takes longer, plus times
 that do not depend on the batch. A batch drains: short responses end early, and the last ones decode almost alone. So the estimate
 adds up steps over the changing batch instead of assuming one rate (a synchronous rollout reaches about a quarter of the full batch's).
 """
@@ -49,8 +49,10 @@ def decode_step_seconds(rates: Rates, cost: ModelCost, e: EngineLayout, batch: f
     """
     size = cost.size
     weights = e.weights * e.pp * cost.touched(batch) / size.parameters
-    memory = weights + batch * context * e.token_bytes * e.pp / e.dp
-    operations = batch * (2 * cost.active + 2 * size.layers * cost.attended_cache * context)
+    attending = cost.attending(context)
+    cache = context * e.token_bytes * attending / max(size.attending, 1) + 2 * e.state_bytes
+    memory = weights + batch * cache * e.pp / e.dp
+    operations = batch * (2 * cost.active + 2 * attending * cost.attended_cache * context)
     peak = rates.gpu.fp8 if e.precision in ("fp8", "mxfp8") and rates.gpu.fp8 else rates.gpu.bf16
     compute = operations / e.tp / (peak * rates.efficiency["prefill"])
     layer = rates.seconds["decode_layer"] + (rates.seconds["decode_layer_network"] if e.gpus > rates.machine else 0.0)
@@ -62,7 +64,7 @@ def running_sequences(e: EngineLayout, work: Workload, continuous: bool = False)
     """Sequences that one engine decodes at once: limited by its slots, its cache and its share of the samples.
 
     With continuous generation, samples of ``work.lag`` further steps are generated at the same time."""
-    held = work.prompt + _GENERATED * work.response
+    held = work.prompt + _GENERATED * work.response + e.state_bytes / max(e.token_bytes, 1.0)
     samples = work.samples * (1 + work.lag if continuous else 1)
     return max(min(e.slots, int(e.cache / max(held, 1.0)), math.ceil(samples / e.count)), 1)
 

@@ -60,7 +60,8 @@ def training_time(
     passes = steps * slots * forward * (3 + t.recompute)
     extra = steps * slots * forward * work.extra_forwards
     optimizer = steps * _optimizer_seconds(rates, cost, t)
-    operations = work.samples * work.tokens * (6 * cost.active + 6 * cost.size.layers * cost.attended * work.tokens / 2)
+    seen = work.tokens / 2  # tokens to which a token attends, on average
+    operations = work.samples * work.tokens * (6 * cost.active + 6 * cost.attending(seen) * cost.attended * seen)
     used = operations / (passes * t.ranks * rates.gpu.bf16)
     return TrainingTime(
         passes, extra, optimizer, _moved_seconds(rates, cost, t) if colocated else 0.0, used, 1 - batches / slots
@@ -77,7 +78,8 @@ def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float
     size = cost.size
     local = tokens / t.cp
     layer = (cost.active - size.vocab * size.hidden) / size.layers
-    operations = local * (2 * layer + cost.attended * context) / t.tp
+    attending = cost.attending(context / 2) / size.layers
+    operations = local * (2 * layer + attending * cost.attended * context) / t.tp
     speed = _speed(rates, cost, t)
     held = 2 * size.layer / t.tp if not cost.moe else 2 * (size.attention / t.tp + size.routed / (t.ep * t.etp))
     products = max(operations / speed, held / (rates.gpu.memory * rates.efficiency["decode_memory"]))

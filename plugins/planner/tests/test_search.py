@@ -47,6 +47,19 @@ def test_a_schedule_that_the_user_sets_is_possible_with_every_proposal(checkpoin
     assert "at the same time, samples at most 2 steps old" in capsys.readouterr().out
 
 
+def test_a_hub_name_that_is_not_here_is_named_with_the_file_to_fetch(capsys):
+    argv = ["--hf-checkpoint", "no-such-org/no-such-model", "--hardware", "8xH200"]
+    with pytest.raises(
+        ConfigError, match=r"a search needs its config\.json: hf download no-such-org/no-such-model config.json"
+    ):
+        plan(["--search", *argv])
+    assert plan([*argv, "--prompt-data", "a.jsonl"]) == 0
+    assert (
+        "warning: sizes and memory are not checked, because no-such-org/no-such-model is neither"
+        in capsys.readouterr().out
+    )
+
+
 def test_what_the_user_sets_is_kept(checkpoint, capsys):
     fixed = [
         "--tensor-model-parallel-size",

@@ -85,6 +85,35 @@ def test_a_measured_decoding_rate_is_reproduced():
     assert 39 / decode_step_seconds(H200, QWEN, share, 39, 4096) == pytest.approx(1855, rel=0.25)
 
 
+def test_only_layers_that_attend_take_time_for_attention():
+    """Three of four layers without attention (Qwen3-Next), or half of them with a window (gpt-oss)."""
+    plain = json.loads((ROOT / "tests/published/qwen3-32b.json").read_text(encoding="utf-8"))
+    hybrid = model_cost(
+        plain | {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_value_heads": 64}
+    )
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 32, "sliding_window": 128}
+    windowed = model_cost(plain | windows)
+    assert QWEN.attending(4096) == 64 and hybrid.attending(4096) == 16
+    assert windowed.attending(4096) == 32 + 32 * 128 / 4096 and windowed.attending(64) == 64
+    layout = TrainerLayout(8, tp=8, stage_layers=64, tokens=32768)
+    short, long = (stage_seconds(H200, QWEN, layout, 32768, tokens) for tokens in (1, 32768))
+    attended = stage_seconds(H200, windowed, layout, 32768, 32768) - stage_seconds(H200, windowed, layout, 32768, 1)
+    assert attended == pytest.approx((long - short) * windowed.attending(16384) / 64, rel=0.01)
+    full, half = (decode_step_seconds(H200, of, ENGINE, 256, 8192) for of in (QWEN, windowed))
+    cache = 256 * 8192 * ENGINE.token_bytes / (4.8e12 * 0.63)
+    assert full - half == pytest.approx(cache * (1 - windowed.attending(8192) / 64), rel=0.01)
+
+
+def test_states_are_read_and_written_in_every_decoding_step():
+    stateful = replace(ENGINE, state_bytes=20e6)
+    steps = [decode_step_seconds(H200, QWEN, engine, 256, 4096) for engine in (ENGINE, stateful)]
+    assert steps[1] - steps[0] == pytest.approx(256 * 2 * 20e6 / (4.8e12 * 0.63), rel=0.01)
+    small = replace(stateful, cache=20_000)
+    assert running_sequences(small, WORK) == int(
+        20_000 * ENGINE.token_bytes / ((512 + 0.6 * 2048) * ENGINE.token_bytes + 20e6)
+    )
+
+
 def test_a_draining_rollout_is_slower_than_the_full_batch_and_a_continuous_one_is_not():
     drained, continuous = (
         rollout_time(H200, QWEN, ENGINE, WORK),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -61,6 +61,7 @@ def _contradictions(facts: Facts, options: RayConfig, sizes: Sizes) -> list[Prob
                 "rollout_num_gpus",
                 "rollout_num_gpus_per_engine",
                 "actor_num_gpus_per_node",
+                tries=_engines_of(options, sizes),
             )
         )
     if sizes.colocate and per_engine > sizes.per_node and not facts.value("engine.has.span"):
@@ -149,9 +150,18 @@ def _unreachable(facts: Facts, address: str) -> Problem:
     return Problem("ray", "a cluster that answers", because, choices=("ray.address",))
 
 
-def _problem(facts: Facts, needs: str, because: str, *names: str) -> Problem:
+def _engines_of(options: RayConfig, sizes: Sizes) -> list[dict[str, Any]]:
+    """Return the options for colocated engines of the next smaller and the next larger size that divides the GPUs of a machine."""
+    divisors = [n for n in range(1, sizes.per_node + 1) if not sizes.per_node % n]
+    near = [*[n for n in divisors if n <= sizes.per_engine][-1:], *[n for n in divisors if n > sizes.per_engine][:1]]
+    rollout = {"ray.rollout_num_gpus": sizes.ranks} if options.rollout_num_gpus else {}
+    return [{"ray.rollout_num_gpus_per_engine": n, **rollout} for n in near]
+
+
+def _problem(facts: Facts, needs: str, because: str, *names: str, tries: Sequence[dict[str, Any]] = ()) -> Problem:
     paths = tuple(f"ray.{name}" for name in names)
-    return Problem("ray", needs, because, tuple(describe_fact(facts.lookup(path)) for path in paths), choices=paths)
+    values = tuple(describe_fact(facts.lookup(path)) for path in paths)
+    return Problem("ray", needs, because, values, choices=paths, tries=lambda: tries)
 
 
 @lru_cache

@@ -113,9 +113,8 @@ def test_what_the_options_contradict_is_refused_in_the_plan(monkeypatch):
     assert "--rollout-num-gpus 3 are not a multiple of --rollout-num-gpus-per-engine 2" in refused(
         rollout_num_gpus=3, rollout_num_gpus_per_engine=2
     )
-    assert "engines of 2 GPUs that divide the 3 of a machine" in refused(
-        actor_num_gpus_per_node=3, rollout_num_gpus_per_engine=2, colocate=True
-    )
+    odd = refused(actor_num_gpus_per_node=3, rollout_num_gpus_per_engine=2, colocate=True)
+    assert "engines of 2 GPUs that divide the 3 of a machine" in odd and "--rollout-num-gpus-per-engine 1" in odd
     assert "the cluster has only this machine" in refused(actor_num_nodes=2)
     two = ("gpu=H200", "gpu.count=2", "gpu.machines=1")
     assert "the trainer takes 1 x 2 and 1 x 1 to generate, and there are 2" in refused(*two, actor_num_gpus_per_node=2)

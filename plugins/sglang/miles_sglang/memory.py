@@ -171,8 +171,8 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     other = CONTEXT + (CHANNELS if server.gpus > 1 else 0)
     note = f"engine: {precision} weights on {server.gpus} GPU{'s' * (server.gpus > 1)}"
     if gpu:
-        fitting = int(pool // sequence)
-        tokens = int((pool - min(fitting, rows) * state) / each) if each else 0
+        fitting = int(pool // sequence) * server.dp  # with data-parallel attention each GPU's cache has other sequences
+        tokens = int((pool * server.dp - min(fitting, rows) * state) / each) if each else 0
         enough = f"all {rows:,} of the engine's" if fitting >= rows else f"{fitting:,} of up to {rows:,}"
         note += (
             f", {server.fraction:.2f} of each for weights and cache ({server.origin}): the cache holds {tokens:,} tokens, enough for "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from miles_core.plugin import Facts
 from miles_embedded import ModelSize, size_of
 from miles_planner import EngineLayout
+from miles_sglang.division import change, find_undivided
 from miles_sglang.memory import (
     GB,
     Server,
@@ -17,6 +18,7 @@ from miles_sglang.memory import (
     draft_bytes,
     free_memory,
     server_of,
+    state_bytes_per_sequence,
     usage,
     weights_on_gpu,
 )
@@ -54,21 +56,16 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
     for tp in (1 << n for n in range(12)):
         if smallest and tp > max(machine, 2 * smallest):
             return
-        if (
-            tp > min(gpus, _MACHINES * machine)
-            or gpus % tp
-            or (tp > machine and tp % machine)
-            or not _divides(model, tp)
-        ):
+        if tp > min(gpus, _MACHINES * machine) or gpus % tp or (tp > machine and tp % machine):
             continue
-        for changes in _ways(model, size, tp):
-            changed = _change(facts, changes)
+        for changes in _ways(facts, model, tp):
+            changed = change(facts, changes)
             share = next((s for s in shares if _fits(changed, size, gpu, budget, s)), None)
             if share is None:
                 continue
             smallest = smallest or tp
             changes = {**changes, "sglang.mem_fraction_static": share}
-            changed = _change(changed, {"sglang.mem_fraction_static": share})
+            changed = change(changed, {"sglang.mem_fraction_static": share})
             if facts.value("plugin.ray") and facts.value("sglang.tp_size") is None:
                 changes.pop(
                     "sglang.tp_size"
@@ -83,10 +80,12 @@ def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     if size is None or not gpu:
         return "config.json does not determine the size of the model, or the GPU's memory is unknown"
     most = min(gpus, _MACHINES * int(facts.value("gpu.count") or 8))
-    tp = max(n for n in (1 << i for i in range(12)) if n <= most and _divides(model, n))
+    tp = max((n for n in (1 << i for i in range(12)) if n <= most and any(_ways(facts, model, n))), default=0)
+    if not tp:
+        return "the sizes of the model do not divide among any number of GPUs of an engine"
     share = facts.lookup("sglang.mem_fraction_static")
     most_used = float(share.value) if share.chosen else _SHARES[0] / 100
-    server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": most_used}), gpu)
+    server = server_of(change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": most_used}), gpu)
     if share.chosen:
         needed, held = bytes_needed(facts, size, server), server.fraction * gpu
         return (
@@ -100,22 +99,19 @@ def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     )
 
 
-def _divides(model: Mapping[str, Any], tp: int) -> bool:
-    """Whether attention heads and experts' inner units divide by ``tp``."""
-    heads = int(model.get("num_attention_heads") or 0)
-    inner = int(model.get("moe_intermediate_size") or model.get("intermediate_size") or 0)
-    return not heads % tp and not inner % tp
-
-
-def _ways(model: Mapping[str, Any], size: ModelSize, tp: int) -> Iterator[dict[str, Any]]:
-    """Yield the options for one tensor-parallel size: plain, and for a latent cache with attention split by sequences."""
-    yield {"sglang.tp_size": tp}
-    if tp > 1 and model.get("kv_lora_rank"):
-        yield {"sglang.tp_size": tp, "sglang.dp_size": tp, "sglang.enable_dp_attention": True}
+def _ways(facts: Facts, model: Mapping[str, Any], tp: int) -> Iterator[dict[str, Any]]:
+    """Yield the options for one tensor-parallel size under which the model divides: plain, or with whole experts on each GPU if it does
+    not divide otherwise; and for a latent cache the same with attention split by sequences."""
+    wide: dict[str, Any] = {"sglang.tp_size": tp}
+    split = {**wide, "sglang.dp_size": tp, "sglang.enable_dp_attention": True}
+    for options in (wide, *([split] if tp > 1 and model.get("kv_lora_rank") else [])):
+        whole = [{**options, "sglang.ep_size": tp}] if facts.value("sglang.ep_size") in (None, 1) else []
+        divided = (changes for changes in (options, *whole) if not any(find_undivided(change(facts, changes), model)))
+        yield from islice(divided, 1)
 
 
 def _fits(facts: Facts, size: ModelSize, gpu: float, budget: float, share: float) -> bool:
-    server = server_of(_change(facts, {"sglang.mem_fraction_static": share}), gpu)
+    server = server_of(change(facts, {"sglang.mem_fraction_static": share}), gpu)
     return share * gpu + server.reserve <= budget and bytes_needed(facts, size, server) <= share * gpu
 
 
@@ -132,16 +128,11 @@ def _layout(
         pp=server.pp,
         dp=server.dp,
         slots=int(facts.value("rollout.max_running_requests") or _SLOTS * server.dp),
-        cache=int(pool / each) * server.dp,
+        cache=int(pool / max(each, 1.0)) * server.dp,
         weights=held,
         token_bytes=each,
+        state_bytes=state_bytes_per_sequence(size, server),
         precision=str(facts.value("rollout.precision") or "bf16"),
         changes=changes,
         estimate=lambda: tuple(usage(facts, model)),
-    )
-
-
-def _change(facts: Facts, changes: Mapping[str, Any]) -> Facts:
-    return facts.with_facts(
-        dataclasses.replace(facts.lookup(name), value=value, chosen=True) for name, value in changes.items()
     )

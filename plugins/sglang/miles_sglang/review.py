@@ -15,6 +15,7 @@ from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.adapter_layout import ALL_EXPERTS, EXPERT_PARAMETERS, names_experts
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
+from miles_sglang.division import find_division_problems
 from miles_sglang.formats import loads_in_place
 from miles_sglang.installed import TESTED, version
 from miles_sglang.memory import find_size_problems, server_of
@@ -54,6 +55,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *_adapted_experts(facts),
         *_gpus(facts),
         *_machines(facts),
+        *find_division_problems(facts, model),
         *find_size_problems(facts, model),
     )
     return Review(problems=problems)

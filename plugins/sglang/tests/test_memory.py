@@ -136,6 +136,25 @@ def test_the_note_on_the_cache_and_the_size_read_like_sentences(checkpoint):
         engine_alone(checkpoint, "kimi-k2", "8xH200")
 
 
+def test_with_data_parallel_attention_the_cache_is_that_of_all_gpus():
+    sizes = {
+        "model.moe_layers": 58,
+        "gpu.memory_gb": 151,
+        "engine": "sglang",
+        "sglang.tp_size": 16,
+        "sglang.mem_fraction_static": 0.8,
+    }
+    config = json.loads((PUBLISHED / "deepseek-v3.json").read_text())
+    held = {}
+    for dp in (1, 16):
+        split = {"sglang.dp_size": dp, "sglang.enable_dp_attention": True}
+        (engine,) = usage(facts_of(**sizes, **split), config)
+        tokens = int(re.search(r"the cache holds ([\d,]+) tokens", engine.note)[1].replace(",", ""))
+        held[dp] = tokens, engine.parts.cache / (2 * 576 * 61)
+    assert held[1][0] == pytest.approx(held[1][1], rel=1e-3)
+    assert held[16][0] == pytest.approx(16 * held[16][1], rel=1e-3)
+
+
 def test_an_engine_that_leaves_less_than_the_margin_free_gets_a_warning(checkpoint):
     """SGLang's default share plus its own reserve is the whole GPU."""
 

@@ -114,4 +114,5 @@ plugin = Plugin(
     ),
     hooks={"vllm.url": "miles_vllm.pool:VllmMetrics"},
     review="miles_vllm.review:review",
+    memory="miles_vllm.memory:usage",
 )

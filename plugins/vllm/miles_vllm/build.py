@@ -16,6 +16,7 @@ from miles_vllm.adapters import adapter_arguments
 from miles_vllm.config import read_args
 from miles_vllm.engine import Settings, VllmEngine
 from miles_vllm.link import Link
+from miles_vllm.memory import ALTERNATING, BESIDE
 from miles_vllm.pool import MESSAGE_BYTES, PoolLink
 from miles_vllm.process import Launch, ProcessLink
 from miles_vllm.requests import Translator
@@ -32,8 +33,6 @@ from miles_workers import (
 )
 from miles_workers.servers import SameModel, Shared, report_news, share
 
-#: Share of a GPU for vLLM: next to a trainer that computes at the same time, and with `--colocate`, where they alternate.
-BESIDE, ALTERNATING = 0.4, 0.8
 #: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
 _SLACK = 1
 #: Bytes of the cache on a CPU, where vLLM would take most of the memory.

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
 from miles_vllm.config import RANKS, read_args
 from miles_vllm.installed import INSTALL, TESTED, version
+from miles_vllm.memory import find_size_problems
 from miles_workers.servers import find_shared_servers, find_url_problems
 
 
@@ -24,6 +25,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
             *_adapters(facts),
             *find_url_problems(facts, "vllm"),
             *find_shared_servers(facts, "vllm"),
+            *find_size_problems(facts, model),
         )
     )
 

@@ -62,6 +62,21 @@ def test_published_models(model, billions, bytes_per_token):
     assert 2 * size.cached == bytes_per_token
 
 
+def test_experts_of_a_latent_have_its_width():
+    """Nemotron 3 Super: 123.6 billion parameters in its files, 2.94 billion of them in the MTP layer."""
+    config = {
+        "model_type": "nemotron_h", "hidden_size": 4096, "vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 2,
+        "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+        "n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22, "moe_latent_size": 1024, "moe_intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376, "num_nextn_predict_layers": 1,
+        "hybrid_override_pattern": "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+    }  # fmt: skip
+    size = size_of(config)
+    assert size.layers == 88 and size.dispatched == 1024
+    assert size.parameters / 1e9 == pytest.approx(120.67, rel=1e-3)
+    assert size.mtp / 1e9 == pytest.approx(2.94, rel=0.05)
+
+
 def test_a_configuration_without_sizes_has_none():
     assert model_size({"model_type": "odd", "hidden_size": 8}, 0) is None
 

@@ -20,6 +20,7 @@ from miles_embedded.memory.usage import (
     Training,
     activations,
     engine_usage,
+    longest_sample,
     state_activations,
     trainer_parts,
     training_of,
@@ -38,6 +39,19 @@ def size_of(name):
 
 
 SIZE = size_of("qwen3-4b")
+
+
+def test_no_sample_is_longer_than_the_model_s_context():
+    def longest(**given):
+        values = {"model.context": 40960} | {f"rollout.{name}": value for name, value in given.items()}
+        return longest_sample(Facts([Fact(name, value, "test") for name, value in values.items()]))
+
+    assert longest(max_response_len=8192)[0] == 9216
+    assert longest(max_response_len=8192, max_prompt_len=2048) == (10240, "longest prompt and response")
+    tokens, why = longest(max_response_len=65536)
+    assert tokens == 40960 and "where responses end although --rollout-max-response-len is 65,536" in why
+    tokens, why = longest(max_response_len=65536, max_context_len=70000)
+    assert tokens == 70000 and "warning: the model's context in config.json has 40,960" in why
 
 
 @pytest.mark.parametrize(("width", "per"), [(2, (2, 4, 12)), (4, (4, 4, 8))])

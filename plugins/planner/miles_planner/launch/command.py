@@ -71,7 +71,10 @@ def write_file(options: argparse.Namespace, argv: Sequence[str], command: Comman
     if len(job.command) > len(argv) + 2:
         said += f"\nadded {' '.join(job.command[-2:])}: the run's directory must be one that all machines share"
     if elsewhere := paths_outside(argv, job.shared):
-        said += f"\nnot below --shared {job.shared}, so that every machine needs them at the same path: {', '.join(elsewhere)}"
+        needs = (
+            "which is all that the container sees" if job.image else "so that every machine needs them at the same path"
+        )
+        said += f"\nnot below --shared {job.shared}, {needs}: {', '.join(elsewhere)}"
     return said
 
 

@@ -54,8 +54,8 @@ class Job:
         return shlex.join(self.command)
 
     def wait_for_machines(self) -> str:
-        """Return a Python command that ends once all machines have joined the Ray cluster of this machine, for a shell."""
-        code = (
+        """Return Python code that ends once all machines have joined the Ray cluster of this machine."""
+        return (
             "import ray, sys, time\n"
             'ray.init(address="auto", log_to_driver=False)\n'
             f"end = time.time() + {JOIN_SECONDS}\n"
@@ -64,4 +64,3 @@ class Job:
             f"if alive() < {self.machines}:\n"
             f'    sys.exit(f"only {{alive()}} of {self.machines} machines have joined within {JOIN_SECONDS} seconds")\n'
         )
-        return f"python3 -c {shlex.quote(code)}"

@@ -1,4 +1,4 @@
-"""A Slurm batch script: one Ray process per machine, then the driver on the first machine."""
+"""A Slurm batch script: Ray on every machine, and the driver on the first machine."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def write(job: Job) -> str:
         f'address="$first:{PORT}"',
         f"container={container if job.image else '()'}",
         "",
-        "# Steps overlap: Ray's processes hold the GPUs, and the driver runs next to them.",
+        "# Steps overlap: Ray's processes hold the GPUs, and other steps run next to them.",
         'run_on() { srun "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$1" "${container[@]}" "${@:2}"; }',
         "pids=()",
         'stop() { [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2> /dev/null || true; }',
         "trap stop EXIT",
-        f'run_on "$first" ray start --head --port={PORT} --num-gpus={job.gpus} --disable-usage-stats --block &',
-        'pids+=("$!")',
-        "sleep 10",
+        "# Each of the other machines tries until the first one answers, which takes minutes if it has to unpack an image.",
         'for machine in "${machines[@]:1}"; do',
-        f'    run_on "$machine" ray start --address="$address" --num-gpus={job.gpus} --disable-usage-stats --block &',
+        '    run_on "$machine" bash -c \'until ray start "$@"; do sleep 5; done\' join'
+        f' --address="$address" --num-gpus={job.gpus} --disable-usage-stats --block &',
         '    pids+=("$!")',
         "done",
         "",
-        'export RAY_ADDRESS="$address"',
-        f'run_on "$first" {job.wait_for_machines()}',
-        f'run_on "$first" {job.command_line}',
+        "# One step for the head and the driver, because Ray connects them through files of their container.",
+        f"wait={shlex.quote(job.wait_for_machines())}",
+        f'run_on "$first" bash -c \'ray start --head --port={PORT} --num-gpus={job.gpus} --disable-usage-stats && '
+        'export RAY_ADDRESS="$1" && python3 -c "$0" && exec "${@:2}"\' "$wait" "$address" ' + job.command_line,
     ]
     return "\n".join(lines) + "\n"
 

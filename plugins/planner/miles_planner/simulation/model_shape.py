@@ -25,7 +25,7 @@ class ModelShape:
         expert_parameters: those of routed experts; 0 for a dense model.
         active_share: fraction of the routed experts that a token uses.
         kv_bytes: bytes that one token keeps in the cache, all layers, BF16.
-        attention_width: heads times head size, all layers: a token's attention over n tokens takes 4 n times this many operations.
+        attention_width: heads times head size, all layers that attend: a token's attention over n tokens takes 4 n times this many operations.
     """
 
     layers: int
@@ -80,5 +80,5 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         size.experts,
         cost.top_k / cost.experts if cost.experts else 1.0,
         _BF16 * size.cached,
-        size.layers * cost.attended / 2,
+        size.attending * cost.attended / 2,
     )
