@@ -53,5 +53,10 @@ print(before, torch.get_float32_matmul_precision())
 
 def test_a_model_loaded_where_the_environment_allows_rounding_is_not_rounded(tmp_path):
     environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    found = subprocess.run([sys.executable, "-c", CODE, tiny_checkpoint("llama", tmp_path)], env=environment, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", CODE, tiny_checkpoint("llama", tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert found.stdout.split() == ["high", "highest"], found.stderr
