@@ -39,7 +39,7 @@ from miles_core.plugin.render import list_notices
 from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
-from miles_core.run.ending import ENDING, Ending, record_ending
+from miles_core.run.ending import ENDING, Ending, find_untrained, record_ending
 from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
@@ -255,6 +255,8 @@ def _record_error(run: Run, step: int | None = None) -> Iterator[None]:
 def _log_ending(run: Run, why: str) -> Ending:
     """Record the end of a run and log its last lines."""
     end = record_ending(run, why)
+    if idle := find_untrained(run):
+        log.warning("%s", idle)
     for line in end.lines():
         log.info("%s", line)
     return end

@@ -60,6 +60,18 @@ class Ending:
         return lines
 
 
+def find_untrained(run: Run) -> str:
+    """Return a warning if no step trained a policy that should learn, while others did; else ""."""
+    learning = [policy for policy in run.policies if policy.role == "train"]
+    idle = [policy.name for policy in learning if not policy.trained]
+    if not run.step or not idle or len(idle) == len(learning):
+        return ""
+    return (
+        f"no step trained {', '.join(idle)}: a policy learns from the samples that name it (Sample.policy, which a rollout function sets), "
+        f"and a sample without a name belongs to {run.policy.name}"
+    )
+
+
 def record_ending(run: Run, why: str) -> Ending:
     """Describe the end of ``run`` and write it to ``ending.json``. why: see ``Ending``."""
     checkpoints = Checkpoints(run.directory / "checkpoints")

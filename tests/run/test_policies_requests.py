@@ -67,3 +67,28 @@ def test_a_group_reward_that_takes_the_policy_gets_its_samples(toy_run, tmp_path
 def test_another_reward_is_made_once(toy_run, tmp_path):
     made, found = rewards(toy_run, tmp_path, "all")
     assert made == ["run"] and found == {n: float(n) for n in range(8)}
+
+
+NAMING = """
+from miles_core.plugin import Policy, hookimpl
+
+@hookimpl
+def on_start(run):
+    run.policies.append(Policy(run.policy.hf_checkpoint, "second"))
+"""
+
+
+def test_a_policy_that_no_step_trained_is_reported_at_the_end(toy_run, tmp_path):
+    (tmp_path / "naming.py").write_text(NAMING)
+    done = toy_run([str(tmp_path / "naming.py")], steps=1)
+    assert "no step trained second: a policy learns from" in (done.directory / "run.log").read_text()
+    (tmp_path / "both.py").write_text(
+        NAMING
+        + """
+@hookimpl
+def on_sample(run, sample):
+    sample.policy = run.policies[sample.index % 2].name
+"""
+    )
+    done = toy_run([str(tmp_path / "both.py")], steps=1)
+    assert "no step trained" not in (done.directory / "run.log").read_text()
