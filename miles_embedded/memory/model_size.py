@@ -126,16 +126,15 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
     text = config.get("text_config")
     keys = {**config, **text} if isinstance(text, Mapping) else config
     kinds = layer_kinds(keys)
-    hidden, layers = _number(keys, "hidden_size", "n_embd"), _number(keys, "num_hidden_layers", "n_layer", "num_layers")
-    layers = layers or len(kinds)
+    hidden = _number(keys, "hidden_size", "n_embd")
+    layers = _number(keys, "num_hidden_layers", "n_layer", "num_layers") or len(kinds)
     vocab, heads = _number(keys, "vocab_size"), _number(keys, "num_attention_heads", "n_head")
     stateful = sum(kind in STATE_KINDS for kind in kinds)
     if not (hidden and layers and vocab and (heads or stateful == layers)):
         return None
     # without heads no layer attends, and Mamba's layers are all of it
     attention, cached, expanded, kv_heads = _attention(keys, hidden, heads) if heads else (0, 0, 0, 1)
-    matrices = 2 if str(keys.get("model_type")) in _UNGATED else 3
-    inner = _inner(keys, hidden)
+    matrices, inner = 2 if str(keys.get("model_type")) in _UNGATED else 3, _inner(keys, hidden)
     expert = _number(keys, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
     experts = _number(keys, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     shared, latent = _shared(keys, expert), _number(keys, "moe_latent_size")
