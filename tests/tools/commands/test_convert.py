@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_core.cli import main as cli
-from miles_core.plugin import discovery
+from miles_core.config import candidates
 from miles_formats.convert import installed
 from miles_testing.doubles.pair_format import PLUGIN
 
@@ -20,7 +20,7 @@ from miles_testing.doubles.pair_format import PLUGIN
 @pytest.fixture(autouse=True)
 def pair8(monkeypatch):
     """The double is the only format that is installed."""
-    monkeypatch.setattr(discovery, "discover", lambda: _Catalogue({PLUGIN.name: PLUGIN}))
+    monkeypatch.setattr(candidates, "discover", lambda: _Catalogue({PLUGIN.name: PLUGIN}))
     monkeypatch.setattr(installed, "discover", lambda: {PLUGIN.name: PLUGIN})
 
 
