@@ -121,7 +121,8 @@ def run_examine(directory, **config):
     code = (
         "import sys, types; from miles_embedded.known import examine\n"
         "model = types.SimpleNamespace(ref_load=None, hf_checkpoint=sys.argv[1], trust_remote_code=False)\n"
-        "try: examine(types.SimpleNamespace(model=model), False)\n"
+        "rollout = types.SimpleNamespace(max_context_len=None)\n"
+        "try: examine(types.SimpleNamespace(model=model, rollout=rollout), False)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
