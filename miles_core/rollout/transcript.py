@@ -197,10 +197,7 @@ class Transcript:
             if len(turns) < len(self.turns):
                 self._check_whole(sample, turns)
             if not mine and sample.rollout_log_probs is None:
-                raise DataError(
-                    f"sample {sample.index}: its tokens do not continue any call of the engine, so they have no "
-                    "log-probabilities; set sample.tokens to prompt + generated tokens (never re-tokenise text)"
-                )
+                raise DataError(_describe_unknown(sample, turns))
         if not mine:
             return
         whole = len(mine) == 1 and (mine[0].start, mine[0].end) == (sample.prompt_length, len(sample.tokens))
@@ -296,6 +293,20 @@ def add_response(sample: Sample, response: Response, declared: Sequence[Field]) 
 def _common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def _describe_unknown(sample: Sample, turns: Sequence[Turn]) -> str:
+    """Describe a sample that no turn of its policy generated; ``turns`` are those of other policies that its tokens contain."""
+    if turns:
+        others = ", ".join(dict.fromkeys(turn.policy for turn in turns))
+        return (
+            f"sample {sample.index}: its policy is {sample.policy}, but the policy {others} generated its tokens, so they have no "
+            f"log-probabilities; pass policy={sample.policy!r} to the call that generates them"
+        )
+    return (
+        f"sample {sample.index}: its tokens do not continue any call of the engine, so they have no log-probabilities; set "
+        "sample.tokens to prompt + generated tokens (never re-tokenise text)"
+    )
 
 
 def _describe_cut(sample: Sample, turn: Turn, count: int) -> str:

@@ -92,6 +92,13 @@ def test_tokens_the_engine_never_saw():
         record.fill(Sample(tokens=[1, 2], response_length=0), ())
 
 
+def test_tokens_of_another_policy():
+    record = transcript()
+    answered(record, [1, 2], response(3, 4), policy="a")
+    with pytest.raises(DataError, match="its policy is b, but the policy a generated its tokens.*pass policy='b' to the call"):
+        record.fill(Sample(index=4, tokens=[1, 2, 3, 4], response_length=2, policy="b"), ())
+
+
 @pytest.mark.parametrize("log_probs", [[], [-1.0], [-1.0, -1.0, -1.0]])
 def test_log_probs_of_another_number_than_the_tokens_are_refused(log_probs):
     with pytest.raises(
