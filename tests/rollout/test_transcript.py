@@ -95,7 +95,9 @@ def test_tokens_the_engine_never_saw():
 def test_tokens_of_another_policy():
     record = transcript()
     answered(record, [1, 2], response(3, 4), policy="a")
-    with pytest.raises(DataError, match="its policy is b, but the policy a generated its tokens.*pass policy='b' to the call"):
+    with pytest.raises(
+        DataError, match=r"its policy is b, but the policy a generated its tokens.*pass policy='b' to the call"
+    ):
         record.fill(Sample(index=4, tokens=[1, 2, 3, 4], response_length=2, policy="b"), ())
 
 
