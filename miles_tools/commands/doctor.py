@@ -153,7 +153,7 @@ def problems_of(needs: Sequence[Requirement], found: Environment) -> list[str]:
     return lines
 
 
-#: Parts of which a run has one: a plugin that provides one is checked in a run that selects it.
+#: Kinds of parts that a run selects exactly one of. A plugin that provides one is checked as if a run had selected it.
 _SELECTED = ("engine", "trainer", "runtime")
 
 

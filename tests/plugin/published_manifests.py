@@ -147,7 +147,7 @@ def chosen(path: str, value: object, flag: str = "") -> Fact:
 
 
 def defaults(*manifests: Plugin) -> list[Fact]:
-    """The options of core and of these plugins, none of which is set."""
+    """Return the facts of core's options and of these plugins' options, all with their defaults."""
     return load([], manifests=manifests, environment={}).facts()
 
 
