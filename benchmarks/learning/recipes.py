@@ -83,15 +83,17 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="directory for the runs")
     parser.add_argument("--hf-checkpoint", type=Path, help="the published model, SmolLM2-135M-Instruct")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--flags", default="", help="further flags of every run")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
     given = parser.parse_args()
     for folder in sorted({folder for recipe in given.only for folder in PUBLISHED.get(recipe, ((), ()))[0]}):
         subprocess.run([sys.executable, f"recipes/{folder}/data.py"], check=True, cwd=ROOT)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
-        directory = (given.runs or Path(temporary)).absolute()
+        directory, more = (given.runs or Path(temporary)).absolute(), given.flags.split()
         started = {
             (recipe, seed): pool.submit(
-                run, recipe, seed, place, command(recipe, place, given.device, given.hf_checkpoint)
+                run, recipe, seed, place, [*command(recipe, place, given.device, given.hf_checkpoint), *more]
             )
             for recipe in given.only
             for seed in given.seeds
@@ -100,11 +102,8 @@ def main() -> None:
         runs: dict[str, dict[int, Any]] = {recipe: {} for recipe in given.only}
         for (recipe, seed), future in started.items():
             runs[recipe][seed] = future.result()
-    of = (
-        ""
-        if given.only == list(RECIPES)
-        else "-".join([*given.only, *([] if given.device == "cpu" else [given.device])])
-    )
+    chosen = [] if given.only == list(RECIPES) else [*given.only, *([] if given.device == "cpu" else [given.device])]
+    of = given.variant or "-".join(chosen)
     result = {"runs": runs, "runs_at_the_same_time": given.jobs}
     finish("recipes", result, given.save, lambda: installed("miles-core", "torch", "transformers"), of)
 

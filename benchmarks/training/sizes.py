@@ -41,6 +41,7 @@ SGLANG = """--engine sglang --sglang-attention-backend triton --sglang-sampling-
     --sglang-mem-fraction-static 0.2"""
 #: Word in a setting's flags -> library that was copied without its metadata.
 LIBRARIES = {"sglang": "sglang", "megatron": "megatron.core"}
+APART = "--max-tokens-per-gpu 32768 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
 TWO = "--actor-num-gpus-per-node 2 --colocate"
 
 
@@ -67,6 +68,10 @@ SETTINGS = {
     "8b-sglang-megatron-two": Setting(
         "qwen3-8b", 2, "tis", f"--max-tokens-per-gpu 4096 {TWO} {SGLANG} --trainer megatron"
     ),
+    # trainer and engine on a GPU each: alternating, one step ahead, and asynchronous
+    "dense-two-sync": Setting("dense", 2, "tis", APART),
+    "dense-two-ahead": Setting("dense", 2, "tis", f"{APART} --schedule ahead"),
+    "dense-two-async": Setting("dense", 2, "tis", f"{APART} --schedule async --max-weight-staleness 2"),
     "tiny": Setting("tiny_dense", 0, "tis", "--device cpu"),
     "tiny-lora": Setting("tiny_dense", 0, "tis,lora", "--device cpu"),
 }

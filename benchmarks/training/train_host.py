@@ -47,8 +47,10 @@ RUNS = {
     "dense": ("dense", "--plugins tis"),
     "dense-fp8": ("dense", "--plugins tis,fp8 --train-precision fp8 --rollout-precision fp8"),
     "dense-lora": ("dense", "--plugins tis,lora --lora-rank 16"),
+    "dense-exact": ("dense", "--plugins true_on_policy"),
     "moe": ("moe", "--plugins tis"),
     "moe-fp8": ("moe", "--plugins tis,fp8,r3 --train-precision fp8 --rollout-precision fp8"),
+    "moe-exact": ("moe", "--plugins true_on_policy"),
 }
 #: Widths of layers whose arithmetic takes no time.
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
