@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Sequences:
         longest_query: an upper bound on the length of a sequence.
         longest_key: likewise.
         causal: whether a query attends only to the keys up to its own position; otherwise to all keys of its sequence.
+        offsets: what a kernel derives from the above, for the layers that follow.
     """
 
     queries: Tensor
@@ -29,6 +31,7 @@ class Sequences:
     longest_query: int
     longest_key: int
     causal: bool
+    offsets: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def flash_supports(query: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from miles_core.data.batch import to_device
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.flash import Sequences, flash_forward, pad_heads
+from miles_embedded.trainer.cudnn_attention import cudnn_gradients, cudnn_supports
 from miles_embedded.trainer.packing import Packing, spans
 
 
@@ -167,6 +168,8 @@ def _backward(
     seeds: list[Tensor],
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if cudnn_supports(q, k):
+        return cudnn_gradients(grad, q, k, v, out, lse, part, scaling)
     return torch.ops.aten._flash_attention_backward(
         grad,
         q,

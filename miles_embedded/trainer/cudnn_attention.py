@@ -1,0 +1,216 @@
+"""The backward pass of attention over packed sequences, computed by cuDNN through its Python package (``nvidia-cudnn-frontend``).
+
+cuDNN builds a graph for upper bounds of the shapes, which takes some 50 ms. The bounds are rounded up, so that micro-batches share graphs;
+sequences without tokens fill up their number.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core.errors import first_line
+from miles_embedded.model.flash import Sequences
+
+log = logging.getLogger(__name__)
+
+#: Widest head of the kernels.
+_WIDEST = 128
+#: Largest offset of a sequence in elements: offsets are int32.
+_FARTHEST = 2**31 - 1
+
+
+@cache
+def cudnn_runs(device: torch.device) -> bool:
+    """Whether cuDNN computes attention on a device: a GPU of the generation Hopper or later, and the package is installed."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    if importlib.util.find_spec("cudnn") is None:
+        return False
+    try:
+        _handle(device)
+    except Exception as error:  # another version of cuDNN, a driver that is too old
+        log.warning(
+            "cuDNN cannot be used, so FlashAttention-2 computes the gradients of attention: %s", first_line(error)
+        )
+        return False
+    return True
+
+
+def cudnn_supports(q: Tensor, k: Tensor) -> bool:
+    """Whether ``cudnn_gradients`` takes these queries and keys. It adds in no fixed order, as deterministic algorithms have to."""
+    return (
+        q.shape[-1] <= _WIDEST
+        and max(q.numel(), k.numel()) <= _FARTHEST
+        and not torch.are_deterministic_algorithms_enabled()
+        and cudnn_runs(q.device)
+    )
+
+
+def cudnn_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of attention.
+
+    Args:
+        grad: [queries, heads, dim] gradient of ``out``, contiguous like all tensors here.
+        q: [queries, heads, dim].
+        k: [keys, kv heads, dim].
+        v: [keys, kv heads, dim].
+        out: [queries, heads, dim].
+        lse: [heads, queries] float32, the log of each query's sum of exponentials.
+        sequences: which keys a query attends to.
+        scaling: factor on the scores.
+
+    Returns:
+        of q, k and v.
+    """
+    (_, heads, width), kv_heads, count = q.shape, k.shape[1], len(sequences.queries) - 1
+    shape = _Shape(
+        device=q.device,
+        dtype=q.dtype,
+        sequences=_round_up(count, 32),
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        longest_query=_round_up(sequences.longest_query, 64),
+        longest_key=_round_up(sequences.longest_key, 64),
+        queries=_round_up(len(q), 4096),
+        keys=_round_up(len(k), 4096),
+        causal=sequences.causal,
+        scaling=scaling,
+    )
+    graph = _graph(shape)
+    offsets = _offsets(sequences, shape)
+    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    tensors = (q, k, v, out, grad, lse.t().contiguous(), *offsets, *found)
+    workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=q.device)
+    handle = _handle(q.device)
+    graph.cudnn.set_stream(handle, torch.cuda.current_stream(q.device).cuda_stream)
+    graph.graph.execute(dict(enumerate(tensors, 1)), workspace, handle=handle)
+    return found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a graph is built for; numbers and lengths are upper bounds."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sequences: int
+    heads: int
+    kv_heads: int
+    width: int
+    longest_query: int
+    longest_key: int
+    queries: int
+    keys: int
+    causal: bool
+    scaling: float
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A graph, the module, and the bytes of its workspace."""
+
+    graph: Any
+    cudnn: Any
+    workspace: int
+
+
+def _round_up(number: int, least: int) -> int:
+    """Round up to a multiple of ``least``, or of an eighth of the next power of two if that is more."""
+    step = max(least, 1 << max(number.bit_length() - 3, 0))
+    return -(-number // step) * step
+
+
+def _offsets(sequences: Sequences, shape: _Shape) -> tuple[Tensor, ...]:
+    """Return where each sequence starts in elements (queries, keys, log-sum-exps) and its lengths (queries, keys), all int32."""
+    key = (shape.sequences, shape.heads, shape.kv_heads, shape.width)
+    found: tuple[Tensor, ...] | None = sequences.offsets.get(key)
+    if found is None:
+        missing = shape.sequences + 1 - len(sequences.queries)
+        queries, keys = (torch.cat([ends, ends[-1:].expand(missing)]) for ends in (sequences.queries, sequences.keys))
+        found = (
+            queries * (shape.heads * shape.width),
+            keys * (shape.kv_heads * shape.width),
+            queries * shape.heads,
+            queries.diff(),
+            keys.diff(),
+        )
+        sequences.offsets[key] = found
+    return found
+
+
+@cache
+def _handle(device: torch.device) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
+
+
+@lru_cache(256)
+def _graph(shape: _Shape) -> _Graph:
+    import cudnn
+
+    number = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
+    real, whole = cudnn.data_type.FLOAT, cudnn.data_type.INT32
+    graph = cudnn.pygraph(
+        io_data_type=number, intermediate_data_type=real, compute_data_type=real, handle=_handle(shape.device)
+    )
+    count = shape.sequences
+
+    def tensor(name: str, dim: list[int], stride: list[int], dtype: Any, offset: Any = None) -> Any:
+        made = graph.tensor(name=name, dim=dim, stride=stride, data_type=dtype)
+        if offset is not None:
+            made.set_ragged_offset(offset)
+        return made
+
+    def vector(name: str, length: int) -> Any:
+        return tensor(name, [length, 1, 1, 1], [1, 1, 1, 1], whole)
+
+    def heads(number_of: int, longest: int) -> tuple[list[int], list[int]]:
+        row = number_of * shape.width
+        return [count, number_of, longest, shape.width], [longest * row, shape.width, row, 1]
+
+    of_queries, of_keys, of_sums = (vector(name, count + 1) for name in ("queries", "keys", "sums"))
+    query_lengths, key_lengths = vector("query_lengths", count), vector("key_lengths", count)
+    longest = shape.longest_query
+    q_like, k_like = heads(shape.heads, longest), heads(shape.kv_heads, shape.longest_key)
+    q, out, grad = (tensor(name, *q_like, number, of_queries) for name in ("q", "out", "grad"))
+    k, v = (tensor(name, *k_like, number, of_keys) for name in ("k", "v"))
+    sums_like = [count, shape.heads, longest, 1], [longest * shape.heads, 1, shape.heads, 1]
+    sums = tensor("lse", *sums_like, real, of_sums)
+    results = graph.sdpa_backward(
+        q=q,
+        k=k,
+        v=v,
+        o=out,
+        dO=grad,
+        stats=sums,
+        attn_scale=shape.scaling,
+        use_padding_mask=True,
+        seq_len_q=query_lengths,
+        seq_len_kv=key_lengths,
+        use_causal_mask=shape.causal,
+        max_total_seq_len_q=shape.queries,
+        max_total_seq_len_kv=shape.keys,
+    )
+    for result, like, offset in zip(results, (q_like, k_like, k_like), (of_queries, of_keys, of_keys), strict=True):
+        result.set_output(True).set_dim(like[0]).set_stride(like[1]).set_data_type(number).set_ragged_offset(offset)
+    inputs = (q, k, v, out, grad, sums, of_queries, of_keys, of_sums, query_lengths, key_lengths)
+    for uid, each in enumerate((*inputs, *results), 1):
+        each.set_uid(uid)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    return _Graph(graph, cudnn, max(graph.get_workspace_size(), 1))
