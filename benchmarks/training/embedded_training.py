@@ -4,7 +4,8 @@
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
 width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``fp8`` and
 ``fp8_emulated`` train a fake-quantised forward with the kernels. ``torch`` keeps
-the kernels that merge attention to a shared prompt. The last line is one JSON object.
+the kernels that merge attention to a shared prompt; ``flash2`` computes attention with FlashAttention-2, where ``kernels`` may use cuDNN. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.quantized.weights import install
+from miles_embedded.trainer import flash
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_formats import FormatCodec
 from miles_testing.yardstick import weighted
@@ -35,7 +39,7 @@ from miles_testing.yardstick import weighted
 #: Dense BF16 operations per second by compute capability, from the data sheets (H100/H200, A100).
 PEAK = {(9, 0): 989e12, (8, 0): 312e12}
 PROMPT, RESPONSE, SAMPLES = 64, 256, 8
-SIDES = ("torch", "kernels", "fp8", "fp8_emulated")
+SIDES = ("torch", "kernels", "flash2", "fp8", "fp8_emulated")
 
 
 def main() -> None:
@@ -47,6 +51,7 @@ def main() -> None:
         "--max-tokens", type=int, default=16384, help="computed tokens of a micro-batch (default: 16384)"
     )
     parser.add_argument("--turns", type=int, default=3, help="measured steps (default: 3)")
+    parser.add_argument("--response", type=int, default=RESPONSE, help=f"tokens of a response (default: {RESPONSE})")
     parser.add_argument("--profile", action="store_true", help="kernels of one step by name")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
@@ -69,14 +74,15 @@ def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None
     result.put("device", torch.cuda.get_device_name() if device == "cuda" else device)
     result.put("model", given.model)
     trainers = {side: make_trainer(side, checkpoint, device, given) for side in given.sides}
-    batch = make_batch(given.groups)
+    batch = make_batch(given.groups, given.response)
     seconds: dict[str, list[float]] = {side: [] for side in trainers}
     for _ in range(given.turns + 1):
         for side, trainer in trainers.items():
-            seconds[side].append(timed(trainer, batch))
+            with mock.patch.object(flash, "cudnn_supports", lambda *_: False) if side == "flash2" else nullcontext():
+                seconds[side].append(timed(trainer, batch))
     for side, trainer in trainers.items():
         took = statistics.median(seconds[side][1:])
-        rate = operations(trainer.model, given.groups) / took
+        rate = operations(trainer.model, given.groups, given.response) / took
         found = {
             "seconds": round(took, 4),
             "all": [round(s, 4) for s in seconds[side]],
@@ -135,7 +141,7 @@ def timed(trainer: EmbeddedTrainer, batch: Any) -> float:
     return time.perf_counter() - started
 
 
-def operations(model: Any, groups: int) -> float:
+def operations(model: Any, groups: int, response: int = RESPONSE) -> float:
     """Operations of a step."""
     config, used = model.config, 0
     for name, parameter in model.named_parameters():
@@ -143,11 +149,11 @@ def operations(model: Any, groups: int) -> float:
             continue
         share = EXPERTS["num_experts_per_tok"] / EXPERTS["num_experts"] if parameter.dim() == 3 else 1
         used += int(parameter.numel() * share)
-    trained = groups * SAMPLES * RESPONSE
+    trained = groups * SAMPLES * response
     tokens = groups * PROMPT + trained
     heads = VOCABULARY * config.hidden_size
     width = config.num_attention_heads * config.head_dim
-    pairs = groups * (PROMPT**2 / 2 + SAMPLES * (RESPONSE * PROMPT + RESPONSE**2 / 2))
+    pairs = groups * (PROMPT**2 / 2 + SAMPLES * (response * PROMPT + response**2 / 2))
     return 6.0 * ((used - heads) * tokens + heads * trained) + 12.0 * config.num_hidden_layers * width * pairs
 
 

@@ -1,4 +1,4 @@
-"""The backward pass of attention over packed sequences, computed by cuDNN through its Python package (``nvidia-cudnn-frontend``).
+"""Attention over packed sequences, computed by cuDNN through its Python package (``nvidia-cudnn-frontend``).
 
 cuDNN builds a graph for upper bounds of the shapes, which takes some 50 ms. The bounds are rounded up, so that micro-batches share graphs;
 sequences without tokens fill up their number.
@@ -20,6 +20,8 @@ from miles_embedded.model.flash import Sequences
 
 log = logging.getLogger(__name__)
 
+#: Longest sequence of queries from which on cuDNN is faster than FlashAttention-2.
+_SHORTEST = 512
 #: Widest head of the kernels.
 _WIDEST = 128
 #: Largest offset of a sequence in elements: offsets are int32.
@@ -43,14 +45,34 @@ def cudnn_runs(device: torch.device) -> bool:
     return True
 
 
-def cudnn_supports(q: Tensor, k: Tensor) -> bool:
-    """Whether ``cudnn_gradients`` takes these queries and keys. It adds in no fixed order, as deterministic algorithms have to."""
+def cudnn_supports(q: Tensor, k: Tensor, sequences: Sequences) -> bool:
+    """Whether cuDNN should compute this attention: it can, and the sequences are long enough. It adds gradients in no fixed order, as
+    deterministic algorithms have to."""
     return (
-        q.shape[-1] <= _WIDEST
+        sequences.longest_query >= _SHORTEST
+        and q.shape[-1] <= _WIDEST
         and max(q.numel(), k.numel()) <= _FARTHEST
         and not torch.are_deterministic_algorithms_enabled()
         and cudnn_runs(q.device)
     )
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attend without gradient.
+
+    Args:
+        q: [queries, heads, dim], contiguous like all tensors here.
+        k: [keys, kv heads, dim].
+        v: [keys, kv heads, dim].
+        sequences: which keys a query attends to.
+        scaling: factor on the scores.
+
+    Returns:
+        output [queries, heads, dim], and log-sum-exp [heads, queries] float32.
+    """
+    found = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    _run(_Shape.of(q, k, sequences, scaling, False), sequences, (q, k, v), found)
+    return found[0], found[1].t().contiguous()
 
 
 def cudnn_gradients(
@@ -59,10 +81,10 @@ def cudnn_gradients(
     """Compute the gradients of attention.
 
     Args:
-        grad: [queries, heads, dim] gradient of ``out``, contiguous like all tensors here.
-        q: [queries, heads, dim].
-        k: [keys, kv heads, dim].
-        v: [keys, kv heads, dim].
+        grad: [queries, heads, dim] gradient of ``out``.
+        q: as for ``cudnn_forward``.
+        k: likewise.
+        v: likewise.
         out: [queries, heads, dim].
         lse: [heads, queries] float32, the log of each query's sum of exponentials.
         sequences: which keys a query attends to.
@@ -71,30 +93,18 @@ def cudnn_gradients(
     Returns:
         of q, k and v.
     """
-    (_, heads, width), kv_heads, count = q.shape, k.shape[1], len(sequences.queries) - 1
-    shape = _Shape(
-        device=q.device,
-        dtype=q.dtype,
-        sequences=_round_up(count, 32),
-        heads=heads,
-        kv_heads=kv_heads,
-        width=width,
-        longest_query=_round_up(sequences.longest_query, 64),
-        longest_key=_round_up(sequences.longest_key, 64),
-        queries=_round_up(len(q), 4096),
-        keys=_round_up(len(k), 4096),
-        causal=sequences.causal,
-        scaling=scaling,
-    )
-    graph = _graph(shape)
-    offsets = _offsets(sequences, shape)
     found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    tensors = (q, k, v, out, grad, lse.t().contiguous(), *offsets, *found)
-    workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=q.device)
-    handle = _handle(q.device)
-    graph.cudnn.set_stream(handle, torch.cuda.current_stream(q.device).cuda_stream)
-    graph.graph.execute(dict(enumerate(tensors, 1)), workspace, handle=handle)
+    _run(_Shape.of(q, k, sequences, scaling, True), sequences, (q, k, v, out, grad, lse.t().contiguous()), found)
     return found
+
+
+def _run(shape: _Shape, sequences: Sequences, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    graph = _graph(shape)
+    workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=shape.device)
+    handle = _handle(shape.device)
+    graph.cudnn.set_stream(handle, torch.cuda.current_stream(shape.device).cuda_stream)
+    tensors = (*inputs, *_offsets(sequences, shape), *outputs)
+    graph.graph.execute(dict(enumerate(tensors, 1)), workspace, handle=handle)
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,26 @@ class _Shape:
     keys: int
     causal: bool
     scaling: float
+    backward: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, sequences: Sequences, scaling: float, backward: bool) -> _Shape:
+        """Round the shapes of a call up."""
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            sequences=_round_up(len(sequences.queries) - 1, 32),
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            width=q.shape[2],
+            longest_query=_round_up(sequences.longest_query, 64),
+            longest_key=_round_up(sequences.longest_key, 64),
+            queries=_round_up(len(q), 4096),
+            keys=_round_up(len(k), 4096),
+            causal=sequences.causal,
+            scaling=scaling,
+            backward=backward,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,29 +214,31 @@ def _graph(shape: _Shape) -> _Graph:
     query_lengths, key_lengths = vector("query_lengths", count), vector("key_lengths", count)
     longest = shape.longest_query
     q_like, k_like = heads(shape.heads, longest), heads(shape.kv_heads, shape.longest_key)
-    q, out, grad = (tensor(name, *q_like, number, of_queries) for name in ("q", "out", "grad"))
-    k, v = (tensor(name, *k_like, number, of_keys) for name in ("k", "v"))
     sums_like = [count, shape.heads, longest, 1], [longest * shape.heads, 1, shape.heads, 1]
-    sums = tensor("lse", *sums_like, real, of_sums)
-    results = graph.sdpa_backward(
-        q=q,
-        k=k,
-        v=v,
-        o=out,
-        dO=grad,
-        stats=sums,
-        attn_scale=shape.scaling,
-        use_padding_mask=True,
-        seq_len_q=query_lengths,
-        seq_len_kv=key_lengths,
-        use_causal_mask=shape.causal,
-        max_total_seq_len_q=shape.queries,
-        max_total_seq_len_kv=shape.keys,
-    )
-    for result, like, offset in zip(results, (q_like, k_like, k_like), (of_queries, of_keys, of_keys), strict=True):
-        result.set_output(True).set_dim(like[0]).set_stride(like[1]).set_data_type(number).set_ragged_offset(offset)
-    inputs = (q, k, v, out, grad, sums, of_queries, of_keys, of_sums, query_lengths, key_lengths)
-    for uid, each in enumerate((*inputs, *results), 1):
+    q = tensor("q", *q_like, number, of_queries)
+    k, v = (tensor(name, *k_like, number, of_keys) for name in ("k", "v"))
+    common = {
+        "attn_scale": shape.scaling,
+        "use_padding_mask": True,
+        "seq_len_q": query_lengths,
+        "seq_len_kv": key_lengths,
+        "use_causal_mask": shape.causal,
+    }
+    inputs = [q, k, v]
+    if shape.backward:
+        out, grad = (tensor(name, *q_like, number, of_queries) for name in ("out", "grad"))
+        sums = tensor("lse", *sums_like, real, of_sums)
+        inputs += [out, grad, sums]
+        common |= {"max_total_seq_len_q": shape.queries, "max_total_seq_len_kv": shape.keys}
+        results = graph.sdpa_backward(q=q, k=k, v=v, o=out, dO=grad, stats=sums, **common)
+        like = [(q_like, number, of_queries), (k_like, number, of_keys), (k_like, number, of_keys)]
+    else:
+        results = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **common)
+        like = [(q_like, number, of_queries), (sums_like, real, of_sums)]
+    for result, (layout, dtype, offset) in zip(results, like, strict=True):
+        result.set_output(True).set_dim(layout[0]).set_stride(layout[1]).set_data_type(dtype).set_ragged_offset(offset)
+    vectors = (of_queries, of_keys, of_sums, query_lengths, key_lengths)
+    for uid, each in enumerate((*inputs, *vectors, *results), 1):
         each.set_uid(uid)
     graph.validate()
     graph.build_operation_graph()

@@ -18,7 +18,7 @@ from torch import Tensor
 from miles_core.data.batch import to_device
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.flash import Sequences, flash_forward, pad_heads
-from miles_embedded.trainer.cudnn_attention import cudnn_gradients, cudnn_supports
+from miles_embedded.trainer.cudnn_attention import cudnn_forward, cudnn_gradients, cudnn_supports
 from miles_embedded.trainer.packing import Packing, spans
 
 
@@ -60,12 +60,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> T
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
-        out, lse, *seeds = flash_forward(q, k, v, plan.own, scaling)
+        out, lse, *seeds = _forward(q, k, v, plan.own, scaling)
         seeds_across: list[Tensor] = []
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
             far_q, far_k, far_v = q.index_select(0, rows), k.index_select(0, trunk), v.index_select(0, trunk)
-            far, far_lse, *seeds_across = flash_forward(far_q, far_k, far_v, plan.across, scaling)
+            far, far_lse, *seeds_across = _forward(far_q, far_k, far_v, plan.across, scaling)
             _merge(out, lse, far, far_lse, rows)
         ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
         ctx.plan, ctx.scaling = plan, scaling
@@ -157,6 +157,13 @@ def _add(target: Tensor, rows: Tensor, source: Tensor) -> None:
         target[rows] += source
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, part: Sequences, scaling: float) -> tuple[Tensor, ...]:
+    """Attend like ``flash_forward``, with the faster library."""
+    if cudnn_supports(q, k, part):
+        return *cudnn_forward(q, k, v, part, scaling), q.new_empty(0), q.new_empty(0)
+    return flash_forward(q, k, v, part, scaling)
+
+
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -168,7 +175,7 @@ def _backward(
     seeds: list[Tensor],
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if cudnn_supports(q, k):
+    if cudnn_supports(q, k, part):
         return cudnn_gradients(grad, q, k, v, out, lse, part, scaling)
     return torch.ops.aten._flash_attention_backward(
         grad,
