@@ -18,16 +18,7 @@ def write(job: Job) -> str:
         f"(--container-image={shlex.quote(job.image)} --container-mounts={shlex.quote(f'{job.shared}:{job.shared}')})"
     )
     lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={job.name}",
-        f"#SBATCH --nodes={job.machines}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={job.gpus}",
-        "#SBATCH --exclusive",
-        "#SBATCH --mem=0",
-        f"#SBATCH --time={job.hours}:00:00",
-        f"#SBATCH --signal=B:TERM@{math.ceil(job.stop_within) + MARGIN}",
-        "#SBATCH --output=%x-%j.log",
+        *_settings(job),
         f"# {job.header}",
         "set -euo pipefail",
         "",
@@ -67,6 +58,22 @@ def write(job: Job) -> str:
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _settings(job: Job) -> tuple[str, ...]:
+    """Return the lines from which ``sbatch`` reads its options."""
+    return (
+        "#!/bin/bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.machines}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={job.gpus}",
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        f"#SBATCH --time={job.hours}:00:00",
+        f"#SBATCH --signal=B:TERM@{math.ceil(job.stop_within) + MARGIN}",
+        "#SBATCH --output=%x-%j.log",
+    )
 
 
 def submit(path: str) -> str:
