@@ -97,7 +97,7 @@ class OutOfTime(BaseException):
     model, a file or a user's function does not catch it."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error of other software, plus the second line if the first ends with a colon.
 
     For an error without a message, return the name of its type.

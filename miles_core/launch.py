@@ -39,7 +39,7 @@ from miles_core.plugin.render import list_notices
 from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
-from miles_core.run.ending import ENDING, Ending, find_untrained, record_ending
+from miles_core.run.ending import ENDING, Ending, find_untrained, is_complete, record_ending
 from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
@@ -99,6 +99,9 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         _write_start(run)
         _log_start(plan, directory, resume_from)
         start = checkpoint_step(resume_from) if resume_from else None
+        if resume_from and start is not None and is_complete(run, resume_from):
+            run.step = start
+            return Launched(run, [], _log_ending(run, "finished"))
         progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
         with _record_error(run, start or 0):  # a sink that cannot be reached
             run_log = make_log(run, manifests, progress, start)

@@ -153,8 +153,10 @@ def random_checkpoint(config: Any, directory: str | Path, seed: int = 0, biases:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        logging,
     )
 
+    logging.disable_progress_bar()
     towers = config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     listed = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: Any = AutoModelForImageTextToText if towers and listed else AutoModelForCausalLM

@@ -85,8 +85,15 @@ def test_a_copy_continues_elsewhere_and_leaves_the_original_alone(toy_run, tmp_p
 def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     first = toy_run(directory=tmp_path / "run", steps=2)
     saved = tensors(first.directory, 2)
-    toy_run(directory=None, save=None, load=first.directory, steps=2)
+    again = {"directory": None, "save": None, "load": first.directory, "steps": 2}
+    assert not toy_run(**again).parts
+    ending = json.loads((first.directory / "ending.json").read_text())
+    assert (ending["why"], ending["step"], ending["of"]) == ("finished", 2, 2)
     assert same(tensors(first.directory, 2), saved) and len(read(first.directory / "metrics.jsonl")) == 2
+    evaluated = {"eval_prompt_data": first.run.config.data.prompt_data, "eval_interval": 5}
+    assert toy_run(**again, **evaluated).parts and not toy_run(**again, **evaluated).parts
+    assert toy_run(directory=tmp_path / "other", load=first.directory, steps=2).parts
+    assert toy_run(**again, export_hf=tmp_path / "hf").parts and (tmp_path / "hf" / "config.json").exists()
 
 
 def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):

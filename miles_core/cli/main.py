@@ -2,7 +2,7 @@
 
 Exit codes: 0 success, 1 a defect (with its traceback), 2 a user error (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
 SIGHUP). Core provides the command ``train``; installed plugins add others in their manifests (``Plugin.commands``). A command is
-imported only when it is called.
+imported only when it is called. Functions import everything of miles, so that Ctrl-C is also handled while modules are imported.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-
-from miles_core.cli.commands import CORE_COMMANDS, Commands
-from miles_core.errors import MilesError
-from miles_core.redact import redact, show_controls, show_exception
-from miles_core.version import __version__
+from collections.abc import Callable, Mapping, Sequence
 
 DEBUG = "MILES_DEBUG"
 #: Error numbers that indicate a problem of a path, not of the program.
@@ -26,6 +21,17 @@ _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from miles_core.errors import MilesError
+    from miles_core.redact import show_exception
+
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process's own command line: redact its tracebacks
         sys.excepthook = show_exception
@@ -33,9 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)  # at exit the interpreter would search all objects for garbage
     try:
         return _dispatch(words)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader closed the pipe (miles train --help | head); not an error
         if not _is_reader_gone():
             raise  # of another pipe or connection
@@ -70,6 +73,8 @@ def _explain_path_error(error: OSError) -> str:
 
 def _print_lines(message: str, notes: Sequence[str]) -> int:
     """Print the message and the notes of an error, and return the exit code of a user error."""
+    from miles_core.redact import redact, show_controls
+
     for text in (f"error: {message}", *notes):
         print(show_controls(redact(str(text))), file=sys.stderr)
     return 2
@@ -81,8 +86,13 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name in ("--version", "-V"):
+        from miles_core.version import __version__
+
         print(f"miles-core {__version__}")
         return 0
+    from miles_core.cli.commands import CORE_COMMANDS, Commands
+    from miles_core.errors import MilesError
+
     # core's commands read the manifests themselves, for the options; reading them twice would take a tenth of a plan's time
     commands = Commands({}) if name in CORE_COMMANDS else Commands.installed()
     if name not in commands:
@@ -92,6 +102,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _help() -> str:
+    from miles_core.cli.commands import Commands
+
     summaries = Commands.installed().summaries
     width = max(map(len, summaries))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in summaries.items())
@@ -104,7 +116,7 @@ def _help() -> str:
     )
 
 
-def _explain_unknown(name: str, commands: Commands) -> str:
+def _explain_unknown(name: str, commands: Mapping[str, object]) -> str:
     from miles_core.nearest import find_nearest
 
     if name.startswith("-"):

@@ -166,11 +166,17 @@ def is_graded(metrics: Mapping[str, float]) -> bool:
 
 def _brief(metrics: Mapping[str, float], aligned: bool = False) -> str:
     hidden = "eval/accuracy" if is_graded(metrics) else "eval/reward"
-    return "  ".join(
-        f"{label} {form.format(metrics[name]):>{width if aligned else 0}}"
-        for name, (label, form, width) in SHOWN.items()
-        if name in metrics and name != hidden
-    )
+    parts = []
+    for name, (label, form, width) in SHOWN.items():
+        values = {label: metrics[name]} if name in metrics else _by_policy(metrics, name, label)
+        if name != hidden:
+            parts += [f"{label} {form.format(value):>{width if aligned else 0}}" for label, value in values.items()]
+    return "  ".join(parts)
+
+
+def _by_policy(metrics: Mapping[str, float], name: str, label: str) -> dict[str, float]:
+    """Return the values of a metric that each of several trained policies has (``POLICY/name``), by label and policy."""
+    return {f"{label} {key[: -len(name) - 1]}": value for key, value in metrics.items() if key.endswith(f"/{name}")}
 
 
 def _duration(seconds: float) -> str:

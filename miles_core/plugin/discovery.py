@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import find_mistakes
-from miles_core.plugin.failure import describe_import_failure
+from miles_core.plugin.failure import explain_import_failure
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import MARK
 from miles_core.version import __version__
@@ -102,7 +102,7 @@ class Catalogue(Mapping[str, Plugin]):
 
         Raises:
             PluginError: the plugin is not installed (names similar ones), is installed twice, or its manifest cannot be
-                imported (includes the traceback).
+                imported.
         """
         if is_file(wanted):
             return self.add_file(Path(wanted))
@@ -155,12 +155,10 @@ class Catalogue(Mapping[str, Plugin]):
         source, point = next(iter(points_by_source.items()))
         _check_core_range(name, source, point)
         light = "torch" not in sys.modules
-        try:
+        with explain_import_failure(f"plugin {name!r} ({source})", point.value):
             plugin = point.load()
-            if light and "torch" in sys.modules:
-                self.heavy.append(name)
-        except Exception as error:
-            raise PluginError(describe_import_failure(f"plugin {name!r} ({source})", point.value, error)) from error
+        if light and "torch" in sys.modules:
+            self.heavy.append(name)
         if not isinstance(plugin, Plugin):
             raise PluginError(
                 f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.plugin.Plugin"
@@ -244,10 +242,11 @@ def _import_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with explain_import_failure(f"--plugins {path}", "the file"):
+            spec.loader.exec_module(module)
+    except PluginError:
         del sys.modules[name]
-        raise PluginError(describe_import_failure(f"--plugins {path}", "the file", error)) from error
+        raise
     return module
 
 

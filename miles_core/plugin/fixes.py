@@ -56,7 +56,7 @@ def find_fixes(
     rejected: CheckResult,
     drops: int = 2,
     startable: Startable = lambda facts: (),
-    follow: bool = True,
+    follow: int = 2,
 ) -> list[Fix]:
     """Return up to ``SHOWN`` accepted changes, smallest first.
 
@@ -65,12 +65,13 @@ def find_fixes(
         rejected: the result of ``check``.
         drops: maximum number of plugins to drop in addition to another change, if nothing smaller helps.
         startable: returns error messages for further problems of a run with these facts.
-        follow: also search for changes after a change that solves all problems and leads to others.
+        follow: number of changes after which others are searched: 1 for those that keep the user's plugins and precision, solve all
+            problems and lead to others; 2 to begin with another precision.
     """
     origins = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
     before = {p.headline for p in rejected.problems}
     search = _Search(origins, manifests, facts, rejected, startable, before)
-    accepted, partial, leading = [], [], []
+    accepted, partial, leading, switching = [], [], [], []
     for change in [
         *_propose_from_problems(rejected),
         *_propose_options(rejected),
@@ -84,6 +85,8 @@ def find_fixes(
             partial.append(change)
         elif left.isdisjoint(before) and change.keeps:
             leading.append(change)
+        elif change.values and not change.keeps and (left < before or left.isdisjoint(before)):
+            switching.append(change)
     if not any(change.keeps for change, _ in accepted):
         combined, others = search.combine(partial)
         accepted, leading = [*combined, *accepted], [*leading, *others]
@@ -93,6 +96,8 @@ def find_fixes(
     if drops and not found:
         dropping = [Change(_describe_drop(name, why), drop=(name,)) for name, why in origins.items()]
         found = list(search.follow(dropping, drops - 1))
+    if follow > 1 and not found:  # a format that the GPU does not have, and a model that does not fit
+        found = list(search.follow(switching[:_LEADING], drops=0, follow=1))
     return list({fix.text: fix for fix in found}.values())[:SHOWN]
 
 
@@ -144,12 +149,14 @@ class _Search:
                 break
         return accepted, leading
 
-    def follow(self, changes: Iterable[Change], drops: int) -> Iterator[Fix]:
-        """Yield accepted changes that begin with one of ``changes``; see ``find_fixes`` for ``drops``."""
+    def follow(self, changes: Iterable[Change], drops: int, follow: int = 0) -> Iterator[Fix]:
+        """Yield accepted changes that begin with one of ``changes``; see ``find_fixes`` for ``drops`` and ``follow``."""
         for change in changes:
             begun, _ = self.attempt(change)
             rejected = check(begun.requested, self.manifests, begun.facts)
-            for fix in find_fixes(begun.requested, self.manifests, begun.facts, rejected, drops, self.startable, False):
+            for fix in find_fixes(
+                begun.requested, self.manifests, begun.facts, rejected, drops, self.startable, follow
+            ):
                 if any(fix.facts.value(path) != value for path, value in change.values.items()):
                     continue  # it reverts the first change
                 listed = change.drop and fix.text.startswith("--plugins ")

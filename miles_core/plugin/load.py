@@ -19,7 +19,7 @@ from miles_core.plugin.boundary import UNCHECKED, Boundary, ErrorNote, Guard, Wr
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.failure import describe_import_failure
+from miles_core.plugin.failure import explain_import_failure
 from miles_core.plugin.implementation import check_implementation, read_specs
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
@@ -236,15 +236,13 @@ def import_target(plugin: str, target: str) -> Any:
     """Import the object ``module:name`` (``module:`` is the module itself).
 
     Raises:
-        PluginError: the module cannot be imported (includes the traceback), or has no such name (suggests similar names).
+        PluginError: the module cannot be imported, or has no such name (suggests similar names).
     """
     module_name, _, name = target.partition(":")
     if not module_name or ":" not in target:
         raise PluginError(f"plugin {plugin}: {target!r} names no module; write 'module:name'")
-    try:
+    with explain_import_failure(f"plugin {plugin}", module_name):
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise PluginError(describe_import_failure(f"plugin {plugin}", module_name, error)) from error
     if not name:
         return module
     if not hasattr(module, name):

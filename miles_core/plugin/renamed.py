@@ -31,7 +31,7 @@ PUBLIC = (
     *("miles_formats.convert", "miles_tools.http_client", "miles_core.observe.bytecode", "miles_formats.native"),
 )
 _FROM = r"cannot import name '(\w+)' from '([\w.]+)'"
-_KEYWORD = r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+_KEYWORD = r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'"
 _OF_MODULE = r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'"
 
 

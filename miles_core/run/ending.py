@@ -13,6 +13,7 @@ from pathlib import Path
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step
 from miles_core.contracts.run import Run
 from miles_core.redact import redact
+from miles_core.run.evaluation import has_evaluation
 from miles_core.text import describe_error
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,17 @@ class Ending:
             more = "" if self.step < self.of else " --num-rollout N"
             lines.append(f"to continue: miles train --load {directory}{more}")
         return lines
+
+
+def is_complete(run: Run, checkpoint: Path) -> bool:
+    """Return whether nothing is left to do for a run that continues ``checkpoint``: no step, evaluation, checkpoint or export."""
+    config, step = run.config, checkpoint_step(checkpoint)
+    return (
+        step >= config.rollout.num_rollout
+        and checkpoint.resolve() == Checkpoints(run.directory / "checkpoints").path(step).resolve()
+        and config.run.export_hf is None
+        and (not config.evaluation.interval or has_evaluation(run.directory, step))
+    )
 
 
 def find_untrained(run: Run) -> str:

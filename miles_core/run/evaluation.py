@@ -58,7 +58,7 @@ class Evaluation:
         directories = () if resume_from is None else {self.run.directory, run_of(resume_from)}
         return (
             {}
-            if any(_has_evaluation(directory, self.run.step) for directory in directories)
+            if any(has_evaluation(directory, self.run.step) for directory in directories)
             else await self.run_if_due()
         )
 
@@ -112,6 +112,6 @@ class Evaluation:
         self.log.record(step, result.metrics | {"time/evaluation": time.perf_counter() - start})
 
 
-def _has_evaluation(directory: Path, step: int) -> bool:
+def has_evaluation(directory: Path, step: int) -> bool:
     """Return whether the metrics of the run in ``directory`` contain an evaluation of ``step``."""
     return any(r["step"] == step and "eval/reward" in r for r in read(directory / "metrics.jsonl"))

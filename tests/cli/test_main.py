@@ -107,6 +107,25 @@ def test_an_interrupt_is_130(command, capsys):
     assert cli.main(["doctor"]) == 130
 
 
+def test_an_interrupt_while_modules_are_imported_is_130():
+    code = """
+import os, signal, sys
+
+ENTRY = ("miles_core", "miles_core.version", "miles_core.cli", "miles_core.cli.main")
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("miles_") and name not in ENTRY:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from miles_core.cli.main import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_cores_commands_read_the_manifests_once(monkeypatch, capsys):
     from miles_core.plugin import discovery
 

@@ -65,6 +65,15 @@ def test_graded_rewards_are_shown_as_their_mean_and_columns_keep_their_places(ca
     assert len({line.index("grad") for line in lines}) == 1
 
 
+def test_several_policies_have_a_loss_each(caplog):
+    with caplog.at_level("INFO"), TerminalProgress(2, None) as progress:
+        progress.step({"reward/mean": 0.5, "one/train/loss": 0.01, "two/train/loss": -0.02, "one/train/grad_norm": 3.0})
+        progress.step({"train/loss": 0.01, "critic/train/loss": 0.5})
+    several, with_critic = [r.getMessage() for r in caplog.records]
+    assert "reward  0.500  loss one   0.0100  loss two  -0.0200  grad one       3" in several
+    assert "loss   0.0100" in with_critic and "critic" not in with_critic
+
+
 def test_a_long_phase_logs_its_progress(caplog, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -188,7 +188,7 @@ def test_a_class_with_more_arguments_than_its_options_is_refused(load):
         load({"a": Greedy})
 
 
-def test_a_module_that_cannot_be_imported_comes_with_its_traceback(load, install):
+def test_a_module_that_cannot_be_imported_is_named(load, install):
     install("a", "", hooks="import not_there_at_all\n")
     with pytest.raises(PluginError, match=r"plugin a: miles_test_a\.hooks cannot be imported") as refused:
         load({"a": object}, hooks={"": "miles_test_a.hooks:Hooks"})

@@ -39,6 +39,10 @@ from miles_core.plugin.renamed import PUBLIC, explain_old_name, find_new_name
         ("from miles_core.data import Bach", "which does not exist in this version; did you mean Batch"),
         ("import miles_core." + "absent", "absent, which does not exist in this version"),
         (
+            "from miles_core.plugin import hookimpl\n@hookimpl(tryfirst=True)\ndef on_step(): ...",
+            "passes miles_core.plugin:hookimpl(tryfirst), which is now miles_core.plugin:Plugin(before); change it there",
+        ),
+        (
             "from miles_core.plugin import Plugin\nPlugin('old', '', '1', '>=0', elsewhere={})",
             "passes miles_core.plugin:Plugin(elsewhere), which is now miles_core.plugin:Plugin(foreign_flags)",
         ),

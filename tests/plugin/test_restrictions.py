@@ -5,6 +5,7 @@ from published_manifests import ALL, INSTALLED, chosen, defaults, facts
 
 from miles_core.errors import PlanError
 from miles_core.plugin.facts import Fact
+from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.resolve import resolve
 
 ALLOWED = {
@@ -179,6 +180,20 @@ def test_a_flag_with_several_owners_belongs_to_the_active_one():
     recipe = {"flag": "--fp8-recipe", "chosen": True}
     shared = [Fact(f"{owner}.recipe", "mxfp8", "--fp8-recipe mxfp8", **recipe) for owner in ("fp8", "mxfp8")]
     assert resolve(["mxfp8"], ALL, facts(*shared, rollout="mxfp8", train="mxfp8")).order == ("mxfp8",)
+
+
+def test_a_precision_and_an_option_that_must_change_together_are_offered():
+    rule = Rule("small.batches", "larger ones do not fit")
+    parts = {"provides": {"engine": {"big": "big:make"}}, "capabilities": {"engine": ("format:*",)}}
+    backend = Plugin("backend", "an engine that needs much memory", "1", "~=0.1", requires=(rule,), **parts)
+    batches = Fact("small.batches", False, "default", flag="--small-batches", choices=(False, True))
+    given = facts(chosen("engine", "big"), batches, rollout="nvfp4")
+    error = refusal([], given, {**ALL, "backend": backend})
+    assert [p.headline for p in error.problems] == [
+        "backend needs small.batches",
+        "nvfp4 rollout x bf16 train is supported by no active plugin",
+    ]
+    assert "    --plugins fp8 --rollout-precision fp8 --train-precision bf16 --small-batches" in str(error)
 
 
 def test_all_violations_come_at_once():

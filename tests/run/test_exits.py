@@ -88,4 +88,5 @@ def test_hooks_that_exit(tmp_path, capsys, hook, body, words):
 def test_files_that_exit_when_they_are_loaded(tmp_path, capsys):
     (tmp_path / "odd.py").write_text("import sys\nsys.exit(0)\n")
     assert main(["train", *toy_arguments(plugins=[str(tmp_path / "odd.py")], directory=tmp_path / "run")]) == 2
-    assert "sys.exit" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "SystemExit: 0" in error and "odd.py:2" in error

@@ -1,6 +1,14 @@
-"""A toy run on a checkpoint whose tokenizer lacks the usual prompts."""
+"""Tiny checkpoints, and a toy run on one whose tokenizer lacks the usual prompts."""
+
+from transformers import logging
 
 from miles_testing import tiny_checkpoint, toy_run
+
+
+def test_random_checkpoints_show_no_progress_bars(tmp_path, capfd):
+    logging.enable_progress_bar()
+    tiny_checkpoint("llama", tmp_path)
+    assert (tmp_path / "model.safetensors").exists() and capfd.readouterr() == ("", "")
 
 
 def test_a_tiny_checkpoint_gets_prompts_that_it_has_tokens_for(tmp_path):

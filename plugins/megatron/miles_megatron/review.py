@@ -71,7 +71,8 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
             str(s.etp),
             "the value of tensor_model_parallel_size",
         )
-    tries = [{paths[0]: value} for value in m.fit] + [{f"megatron.{name}": value} for name, value in m.others]
+    tries = [{paths[0]: value} for value in m.fit]
+    tries += [{f"megatron.{name}": value for name, value in other.items()} for other in m.others]
     ranks = ("ranks", str(s.ranks), ranks_of(facts)[1])
     return Problem("megatron", m.needs, because, (*values, ranks), choices=tuple(paths), tries=lambda: tries)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -93,14 +93,14 @@ class Misfit:
         needs, because: the condition and its reason.
         options: names of the involved options; the first is the one to change.
         fit: values of the first option that would work.
-        others: other changes that would work, as (option, value).
+        others: other changes that would work, as option -> value.
     """
 
     needs: str
     because: str
     options: tuple[str, ...]
     fit: tuple[int, ...] = ()
-    others: tuple[tuple[str, int], ...] = ()
+    others: tuple[Mapping[str, int], ...] = ()
 
 
 def ranks_of(facts: Facts) -> tuple[int, str]:
@@ -183,7 +183,7 @@ def _delta(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     heads, both = a.delta.key_heads, s.tp * s.cp
     if heads % both:
         fit = tuple(n for n in divisors(s.ranks) if not heads % (n * s.cp))
-        others = tuple(("context_parallel_size", n) for n in divisors(s.ranks) if not heads % (n * s.tp))
+        others = tuple({"context_parallel_size": n} for n in divisors(s.ranks) if not heads % (n * s.tp))
         yield Misfit(
             f"{heads} heads of keys of a gated delta net that divide by tensor x context = {both}",
             "each rank computes the same number of heads, for all tokens",
@@ -191,7 +191,7 @@ def _delta(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         )  # fmt: skip
     if s.tp > 1 and not s.sequence and a.experts is None:
         yield Misfit("--sequence-parallel", "Megatron-Core sums the gradient of a gated delta net's norm over tensor-parallel ranks only with it",
-                     ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
+                     ("sequence_parallel",), others=({"sequence_parallel": True},))  # fmt: skip
 
 
 def _mamba(s: Sizes, a: Architecture) -> Iterator[Misfit]:
@@ -219,7 +219,7 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     counted = _EMBEDDING if s.embedding else _LOSS
     if (s.first or s.last) and (s.embedding or s.loss):
         yield Misfit("one way to divide the layers", "a first or last stage with its own number of layers excludes counting the "
-                     "embedding or the output layer as one", (counted,), others=((counted, False),))  # fmt: skip
+                     "embedding or the output layer as one", (counted,), others=({counted: False},))  # fmt: skip
     elif s.virtual > 1 and s.pp == 1:
         yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages subdivide pipeline stages",
                      ("virtual_pipeline_model_parallel_size",))  # fmt: skip
@@ -228,12 +228,14 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
                      ("num_layers_in_first_pipeline_stage" if s.first else "num_layers_in_last_pipeline_stage",))  # fmt: skip
     elif rest < 0 or (middle <= 0 and rest) or (middle > 0 and rest % middle):
         fit = tuple(n for n in divisors(s.ranks) if n * s.virtual <= a.layers and not a.layers % (n * s.virtual))
+        first, last = (0, 0) if s.virtual > 1 or rest != a.layers else _ends(s.pp, a.layers)
+        ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
         yield Misfit(
             f"{rest} layers that divide among {max(middle, 0)} pipeline stages",
             "stages have the same number of layers, except for those set by --num-layers-in-first-pipeline-stage and "
             "--num-layers-in-last-pipeline-stage, or with the embedding and the output layer counted as layers "
             "(--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split)",
-            ("pipeline_model_parallel_size",), fit,
+            ("pipeline_model_parallel_size",), fit, (ends,) if first else (),
         )  # fmt: skip
 
 
@@ -256,11 +258,11 @@ def _experts(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         yield Misfit(
             f"{s.ranks} ranks that divide by expert x expert-tensor x pipeline = {s.ep * s.etp * s.pp}",
             "every expert has the same number of replicas",
-            (EXPERT, EXPERT_TENSOR, "pipeline_model_parallel_size"), fit, tuple((EXPERT_TENSOR, n) for n in cut),
+            (EXPERT, EXPERT_TENSOR, "pipeline_model_parallel_size"), fit, tuple({EXPERT_TENSOR: n} for n in cut),
         )  # fmt: skip
     if s.tp > 1 and not s.sequence:
         yield Misfit("--sequence-parallel", "Megatron-Core requires it for experts with tensor parallelism",
-                     ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
+                     ("sequence_parallel",), others=({"sequence_parallel": True},))  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

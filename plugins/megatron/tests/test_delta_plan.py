@@ -47,7 +47,7 @@ def test_heads_of_keys_divide_by_tensor_and_context_parallel_ranks(config_of):
     [found] = misfits(Sizes(4, tp=2, etp=2, cp=2, sequence=True), a)
     assert "2 heads of keys of a gated delta net that divide by tensor x context = 4" in found.needs
     [alone] = misfits(Sizes(2, tp=2, etp=2), a)
-    assert alone.needs == "--sequence-parallel" and alone.others == (("sequence_parallel", True),)
+    assert alone.needs == "--sequence-parallel" and alone.others == ({"sequence_parallel": True},)
 
 
 def test_stages_have_the_parameters_of_their_layers():

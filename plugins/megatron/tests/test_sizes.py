@@ -86,6 +86,17 @@ def test_the_plan_refuses_sizes_and_says_which_fit(checkpoint):
     assert "tensor_model_parallel_size may be 1, 2, 4, 8" in text
 
 
+def test_layers_that_do_not_divide_are_offered_other_first_and_last_stages(checkpoint):
+    given = {"pipeline_model_parallel_size": 5, "recompute_granularity": "full", **ELSEWHERE}
+    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=5", **given)
+    assert "megatron needs 36 layers that divide among 5 pipeline stages" in text
+    flags = "--num-layers-in-first-pipeline-stage 6 --num-layers-in-last-pipeline-stage 6"
+    assert flags in [line.strip() for line in text.split("would do:\n")[1].splitlines()]
+    given |= {"hf_checkpoint": checkpoint(PUBLISHED["QWEN3_8B"]), "micro_batch_size": 1, **typed(flags)}
+    accepted = plan(trainer="megatron", facts=["gpu=H200", "megatron.ranks=5"], **given)
+    assert "rank of stage 4 (6 layers)" in "\n".join(accepted.reviews)
+
+
 def typed(flags):
     """Flags of a suggestion, as options."""
     words = flags.split()

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def simulate(text, tmp_path, machines, **environment):
 
 def execute(text, tmp_path, machines, **environment):
     """Run a script with recorded commands; returns the finished process and the file of the record."""
+    record, environment = record_commands(tmp_path, machines, **environment)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment, text=True, capture_output=True, check=False, timeout=30
+    )
+    return done, record
+
+
+def record_commands(tmp_path, machines, **environment):
+    """Make commands that only record how they are called; returns the file of the record and the environment of a script."""
     record, folder = tmp_path / "record", tmp_path / "bin"
     folder.mkdir()
     bodies = {
@@ -75,11 +85,8 @@ def execute(text, tmp_path, machines, **environment):
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
-    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "96", **environment}
-    done = subprocess.run(
-        ["bash", "-c", text], env=environment, text=True, capture_output=True, check=False, timeout=30
-    )
-    return done, record
+    job = {"SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"node[0-{machines - 1}]"}
+    return record, {"PATH": f"{folder}:/usr/bin:/bin", **job, **environment}
 
 
 def test_the_slurm_script_starts_ray_on_every_machine_and_the_driver_once(launch, tmp_path):
@@ -101,10 +108,28 @@ def test_the_slurm_script_starts_ray_on_every_machine_and_the_driver_once(launch
     assert "#SBATCH --mem=0" in text, "an optimizer in host memory needs all of it"
 
 
+def test_the_slurm_script_stops_the_driver_before_the_time_limit_and_returns_its_status(launch, tmp_path):
+    path, _ = launch("slurm", "--shared", str(tmp_path), "--stop-within", "90.5")
+    text = path.read_text(encoding="utf-8")
+    assert "#SBATCH --signal=B:TERM@121" in text.splitlines()
+    record, environment = record_commands(tmp_path, 2)
+    (tmp_path / "bin" / "miles").write_text(
+        f"#!/bin/bash\ntrap 'echo saved >> {record}; exit 42' TERM\necho runs >> {record}\nwhile :; do /bin/sleep 0.05; done\n"
+    )
+    script = subprocess.Popen(["bash", "-c", text], env=environment, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while "runs" not in (record.read_text(encoding="utf-8") if record.exists() else "") and time.monotonic() < end:
+        time.sleep(0.05)
+    script.terminate()
+    _, said = script.communicate(timeout=30)
+    assert (script.returncode, said) == (42, "")
+    assert record.read_text(encoding="utf-8").endswith("runs\nsaved\n") and not list(tmp_path.glob(".miles-*"))
+
+
 def test_a_run_without_a_directory_gets_one_below_the_shared_one(launch):
     path, said = launch("slurm", "--name", "first")
     assert "added --save /shared/first: the run's directory must be one that all machines share" in said
-    assert "--save /shared/first\n" in path.read_text(encoding="utf-8")
+    assert "--save /shared/first &\n" in path.read_text(encoding="utf-8")
     path, said = launch("slurm", "--save", "/data/runs/1")
     assert "added" not in said and path.read_text(encoding="utf-8").count("--save") == 1
 

@@ -119,4 +119,5 @@ def make_job(options: argparse.Namespace, argv: Sequence[str], command: Command 
         options.image,
         options.shared,
         options.hours,
+        config.run.stop_within,
     )

@@ -28,6 +28,7 @@ class Job:
         image: container image; empty to use what is installed on the machines.
         shared: directory that all machines share.
         hours: time limit.
+        stop_within: seconds that the driver needs to stop (``--stop-within``).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Job:
     image: str = ""
     shared: str = "/shared"
     hours: int = 24
+    stop_within: float = 20.0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?", self.name):

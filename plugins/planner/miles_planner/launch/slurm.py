@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from miles_planner.launch.job import PORT, Job
 
 SUFFIX = ".sbatch"
+#: Seconds between the end of ``--stop-within`` and the time limit.
+MARGIN = 30
 
 
 def write(job: Job) -> str:
@@ -15,15 +18,7 @@ def write(job: Job) -> str:
         f"(--container-image={shlex.quote(job.image)} --container-mounts={shlex.quote(f'{job.shared}:{job.shared}')})"
     )
     lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={job.name}",
-        f"#SBATCH --nodes={job.machines}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={job.gpus}",
-        "#SBATCH --exclusive",
-        "#SBATCH --mem=0",
-        f"#SBATCH --time={job.hours}:00:00",
-        "#SBATCH --output=%x-%j.log",
+        *_settings(job),
         f"# {job.header}",
         "set -euo pipefail",
         "",
@@ -39,9 +34,12 @@ def write(job: Job) -> str:
         "",
         "# Steps overlap: Ray's processes hold the GPUs, and other steps run next to them.",
         'run_on() { srun "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$1" "${container[@]}" "${@:2}"; }',
-        "pids=()",
-        'stop() { [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2> /dev/null || true; }',
+        'pids=() signalled="" driver="$shared/.miles-$SLURM_JOB_ID.pid"',
+        'stop() { rm -f "$driver"; [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2> /dev/null || true; }',
         "trap stop EXIT",
+        "# At the time limit Slurm signals all processes, and Ray's would not live until the driver has saved its last step. Before it, Slurm",
+        "# signals only this script, which runs on the first machine and signals only the driver.",
+        'trap \'signalled=1; kill -TERM "$(< "$driver")" || exit 143\' TERM',
         "# Each of the other machines tries until the first one answers, which takes minutes if it has to unpack an image.",
         'for machine in "${machines[@]:1}"; do',
         '    run_on "$machine" bash -c \'until ray start "$@"; do sleep 5; done\' join'
@@ -52,9 +50,30 @@ def write(job: Job) -> str:
         "# One step for the head and the driver, because Ray connects them through files of their container.",
         f"wait={shlex.quote(job.wait_for_machines())}",
         f'run_on "$first" bash -c \'ray start --head --port={PORT} --num-gpus={job.gpus} --disable-usage-stats && '
-        'export RAY_ADDRESS="$1" && python3 -c "$0" && exec "${@:2}"\' "$wait" "$address" ' + job.command_line,
+        'export RAY_ADDRESS="$1" && python3 -c "$0" && echo "$$" > "$2" && exec "${@:3}"\' "$wait" "$address" "$driver" '
+        f"{job.command_line} &",
+        'pids+=("$!")',
+        'status=0; wait "${pids[-1]}" || status=$?',
+        '[ -z "$signalled" ] || { status=0; wait "${pids[-1]}" || status=$?; } # the signal ended the first wait',
+        'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _settings(job: Job) -> tuple[str, ...]:
+    """Return the lines from which ``sbatch`` reads its options."""
+    return (
+        "#!/bin/bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.machines}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={job.gpus}",
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        f"#SBATCH --time={job.hours}:00:00",
+        f"#SBATCH --signal=B:TERM@{math.ceil(job.stop_within) + MARGIN}",
+        "#SBATCH --output=%x-%j.log",
+    )
 
 
 def submit(path: str) -> str:

@@ -16,6 +16,7 @@ from typing import cast
 from miles_core.config.command import CommandParser
 from miles_core.errors import ConfigError
 from miles_core.plugin.options import METADATA_KEY, OptionInfo
+from miles_planner.packages import read_option
 from miles_planner.simulation.options import SimulationConfig
 
 #: Columns of the table: name in the summary -> (heading, format).
@@ -41,6 +42,8 @@ def run(argv: Sequence[str]) -> int:
     chosen, words, command = _parser().parse_own(argv)
     from miles_planner.simulation.simulation import Simulated, simulate
 
+    if chosen.splits:
+        _check_total(chosen.splits, words)
     results: list[Simulated] = []
     for name, schedule, split in _cases(chosen.compare, chosen.splits):
         with _ProgressLine(name) as line:
@@ -93,6 +96,21 @@ def _split_flags(text: str) -> list[str]:
     if not plus or not engines.isdigit() or not trainer.isdigit():
         raise ConfigError(f"--splits {text}: write GPUs of engines + GPUs of the trainer, for example 96+32")
     return ["--engine-gpus", engines, "--trainer-gpus", trainer]
+
+
+def _check_total(splits: str, words: Sequence[str]) -> None:
+    """Refuse a split of more or fewer GPUs than ``--engine-gpus`` and ``--trainer-gpus`` together, if ``words`` contain both."""
+    given = [read_option(words, flag) for flag in ("--engine-gpus", "--trainer-gpus")]
+    if not all(text and text.isdigit() for text in given):
+        return
+    total = sum(map(int, filter(None, given)))
+    for text in splits.split(","):
+        _, engines, _, trainer = _split_flags(text)
+        if int(engines) + int(trainer) != total:
+            raise ConfigError(
+                f"--splits {text}: this is {int(engines) + int(trainer)} GPUs, but --engine-gpus {given[0]} and --trainer-gpus {given[1]} are "
+                f"{total}; correct it, or leave these two out"
+            )
 
 
 class _ProgressLine:

@@ -117,7 +117,7 @@ def test_lengths_in_the_order_of_a_run(words, tmp_path):
 
 
 def test_the_command_compares_and_draws(words, tmp_path, capsys):
-    plot, few = tmp_path / "plot.png", words(num_rollout=3)
+    plot, few = tmp_path / "plot.png", words(num_rollout=3, engine_gpus=2)
     compare = ["--compare", "sync,async --no-partial-rollout", "--splits", "2+1"]
     assert run([*few, *compare, "--plot", str(plot)]) == 0
     table = capsys.readouterr().out.splitlines()
@@ -146,6 +146,7 @@ def test_the_command_compares_and_draws(words, tmp_path, capsys):
         ({"gpu": "Z9", "parameters": 1e9}, "--gpu Z9: its rates are unknown; known are A100"),
         ({"parameters": 1e12}, "its weights need 2000 GB; raise --engine-size"),
         ({"splits": "3"}, "--splits 3: write GPUs of engines"),
+        ({"splits": "1+1,48+99"}, "--splits 48+99: this is 147 GPUs, but --engine-gpus 1 and --trainer-gpus 1 are 2;"),
         ({"compare": "sync,,async"}, "--compare 'sync,,async': an entry is empty"),
         ({"cache_tokens": 999}, "--cache-tokens 999: the cache of an engine holds 999 tokens, and a response may have"),
         ({"parameters": 1e9, "cache_tokens": 9}, "--cache-tokens 9: the cache of an engine holds 9 tokens"),
