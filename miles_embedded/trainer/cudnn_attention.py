@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Longest sequence of queries from which on cuDNN is faster than FlashAttention-2.
 _SHORTEST = 512
-#: Widest head of the kernels.
-_WIDEST = 128
+#: cuDNN's names of the inputs, of which a forward pass has the first three.
+_INPUTS = ("q", "k", "v", "o", "dO", "stats")
 #: Largest offset of a sequence in elements: offsets are int32.
 _FARTHEST = 2**31 - 1
 
@@ -34,26 +34,25 @@ def cudnn_runs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     if importlib.util.find_spec("cudnn") is None:
+        log.info("training on long sequences is faster with cuDNN's attention: pip install nvidia-cudnn-frontend")
         return False
     try:
         _handle(device)
     except Exception as error:  # another version of cuDNN, a driver that is too old
-        log.warning(
-            "cuDNN cannot be used, so FlashAttention-2 computes the gradients of attention: %s", first_line(error)
-        )
+        log.warning("cuDNN cannot be used, so attention is computed by FlashAttention-2: %s", first_line(error))
         return False
     return True
 
 
-def cudnn_supports(q: Tensor, k: Tensor, sequences: Sequences) -> bool:
-    """Whether cuDNN should compute this attention: it can, and the sequences are long enough. It adds gradients in no fixed order, as
-    deterministic algorithms have to."""
+def cudnn_supports(q: Tensor, k: Tensor, sequences: Sequences, scaling: float) -> bool:
+    """Whether cuDNN should compute this attention and its gradients: it can, and the sequences are long enough. It adds gradients in no fixed
+    order, as deterministic algorithms have to. Arguments as for ``cudnn_forward``."""
     return (
         sequences.longest_query >= _SHORTEST
-        and q.shape[-1] <= _WIDEST
         and max(q.numel(), k.numel()) <= _FARTHEST
         and not torch.are_deterministic_algorithms_enabled()
         and cudnn_runs(q.device)
+        and all(_graph(_Shape.of(q, k, sequences, scaling, backward)) is not None for backward in (False, True))
     )
 
 
@@ -100,16 +99,17 @@ def cudnn_gradients(
 
 def _run(shape: _Shape, sequences: Sequences, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
     graph = _graph(shape)
+    assert graph is not None  # cudnn_supports
     workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=shape.device)
     handle = _handle(shape.device)
-    graph.cudnn.set_stream(handle, torch.cuda.current_stream(shape.device).cuda_stream)
+    graph.cudnn.set_stream(handle, _stream(shape.device))
     tensors = (*inputs, *_offsets(sequences, shape), *outputs)
     graph.graph.execute(dict(enumerate(tensors, 1)), workspace, handle=handle)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a graph is built for; numbers and lengths are upper bounds."""
+    """What a graph is built for; numbers and lengths are upper bounds. ``queries`` and ``keys`` limit the workspace of a backward pass."""
 
     device: torch.device
     dtype: torch.dtype
@@ -137,12 +137,17 @@ class _Shape:
             width=q.shape[2],
             longest_query=_round_up(sequences.longest_query, 64),
             longest_key=_round_up(sequences.longest_key, 64),
-            queries=_round_up(len(q), 4096),
-            keys=_round_up(len(k), 4096),
+            queries=_round_up(len(q), 4096) if backward else 0,
+            keys=_round_up(len(k), 4096) if backward else 0,
             causal=sequences.causal,
             scaling=scaling,
             backward=backward,
         )
+
+    def layout(self, heads: int, longest: int) -> tuple[list[int], list[int]]:
+        """Return size and strides of rows [heads, width] of sequences."""
+        row = heads * self.width
+        return [self.sequences, heads, longest, self.width], [longest * row, self.width, row, 1]
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,10 @@ def _offsets(sequences: Sequences, shape: _Shape) -> tuple[Tensor, ...]:
     return found
 
 
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 @cache
 def _handle(device: torch.device) -> Any:
     import cudnn
@@ -187,36 +196,42 @@ def _handle(device: torch.device) -> Any:
 
 
 @lru_cache(256)
-def _graph(shape: _Shape) -> _Graph:
+def _graph(shape: _Shape) -> _Graph | None:
+    """Build a graph; None if cuDNN has no kernel for it."""
     import cudnn
 
-    number = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
-    real, whole = cudnn.data_type.FLOAT, cudnn.data_type.INT32
+    try:
+        graph = _declare(shape, cudnn)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+        log.warning("FlashAttention-2 computes attention of %s, because cuDNN cannot: %s", shape, first_line(error))
+        return None
+    return _Graph(graph, cudnn, max(graph.get_workspace_size(), 1))
+
+
+def _declare(shape: _Shape, cudnn: Any) -> Any:
+    """Return the graph of an attention; the numbers of its tensors are their places in the arguments of ``_run``."""
+    half, real = _type(shape.dtype, cudnn), cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
-        io_data_type=number, intermediate_data_type=real, compute_data_type=real, handle=_handle(shape.device)
+        io_data_type=half, intermediate_data_type=real, compute_data_type=real, handle=_handle(shape.device)
     )
-    count = shape.sequences
 
-    def tensor(name: str, dim: list[int], stride: list[int], dtype: Any, offset: Any = None) -> Any:
-        made = graph.tensor(name=name, dim=dim, stride=stride, data_type=dtype)
-        if offset is not None:
-            made.set_ragged_offset(offset)
-        return made
+    def tensor(name: str, like: tuple[list[int], list[int]], dtype: Any, offset: Any = None) -> Any:
+        made = graph.tensor(name=name, dim=like[0], stride=like[1], data_type=dtype)
+        return made if offset is None else made.set_ragged_offset(offset)
 
-    def vector(name: str, length: int) -> Any:
-        return tensor(name, [length, 1, 1, 1], [1, 1, 1, 1], whole)
-
-    def heads(number_of: int, longest: int) -> tuple[list[int], list[int]]:
-        row = number_of * shape.width
-        return [count, number_of, longest, shape.width], [longest * row, shape.width, row, 1]
-
-    of_queries, of_keys, of_sums = (vector(name, count + 1) for name in ("queries", "keys", "sums"))
-    query_lengths, key_lengths = vector("query_lengths", count), vector("key_lengths", count)
-    longest = shape.longest_query
-    q_like, k_like = heads(shape.heads, longest), heads(shape.kv_heads, shape.longest_key)
+    whole, count, longest = cudnn.data_type.INT32, shape.sequences, shape.longest_query
+    starts, lengths = ([count + 1, 1, 1, 1], [1] * 4), ([count, 1, 1, 1], [1] * 4)
+    of_queries, of_keys, of_sums = (tensor(name, starts, whole) for name in ("of_queries", "of_keys", "of_sums"))
+    query_lengths, key_lengths = (tensor(name, lengths, whole) for name in ("query_lengths", "key_lengths"))
+    q_like, k_like = shape.layout(shape.heads, longest), shape.layout(shape.kv_heads, shape.longest_key)
     sums_like = [count, shape.heads, longest, 1], [longest * shape.heads, 1, shape.heads, 1]
-    q = tensor("q", *q_like, number, of_queries)
-    k, v = (tensor(name, *k_like, number, of_keys) for name in ("k", "v"))
+    inputs = [tensor("q", q_like, half, of_queries)]
+    inputs += [tensor(name, k_like, half, of_keys) for name in ("k", "v")]
     common = {
         "attn_scale": shape.scaling,
         "use_padding_mask": True,
@@ -224,25 +239,21 @@ def _graph(shape: _Shape) -> _Graph:
         "seq_len_kv": key_lengths,
         "use_causal_mask": shape.causal,
     }
-    inputs = [q, k, v]
     if shape.backward:
-        out, grad = (tensor(name, *q_like, number, of_queries) for name in ("out", "grad"))
-        sums = tensor("lse", *sums_like, real, of_sums)
-        inputs += [out, grad, sums]
-        common |= {"max_total_seq_len_q": shape.queries, "max_total_seq_len_kv": shape.keys}
-        results = graph.sdpa_backward(q=q, k=k, v=v, o=out, dO=grad, stats=sums, **common)
-        like = [(q_like, number, of_queries), (k_like, number, of_keys), (k_like, number, of_keys)]
+        inputs += [tensor(name, q_like, half, of_queries) for name in ("out", "grad")]
+        inputs += [tensor("sums", sums_like, real, of_sums)]
+        most = {"max_total_seq_len_q": shape.queries, "max_total_seq_len_kv": shape.keys}
+        results = graph.sdpa_backward(**dict(zip(_INPUTS, inputs, strict=True)), **common, **most)
+        like = [(q_like, half, of_queries), (k_like, half, of_keys), (k_like, half, of_keys)]
     else:
-        results = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **common)
-        like = [(q_like, number, of_queries), (sums_like, real, of_sums)]
+        results = graph.sdpa(**dict(zip(_INPUTS, inputs, strict=False)), generate_stats=True, **common)
+        like = [(q_like, half, of_queries), (sums_like, real, of_sums)]
     for result, (layout, dtype, offset) in zip(results, like, strict=True):
         result.set_output(True).set_dim(layout[0]).set_stride(layout[1]).set_data_type(dtype).set_ragged_offset(offset)
-    vectors = (of_queries, of_keys, of_sums, query_lengths, key_lengths)
-    for uid, each in enumerate((*inputs, *vectors, *results), 1):
+    for uid, each in enumerate((*inputs, of_queries, of_keys, of_sums, query_lengths, key_lengths, *results), 1):
         each.set_uid(uid)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
-    graph.check_support()
-    graph.build_plans()
-    return _Graph(graph, cudnn, max(graph.get_workspace_size(), 1))
+    return graph
+
+
+def _type(dtype: torch.dtype, cudnn: Any) -> Any:
+    return {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]

@@ -159,7 +159,7 @@ def _add(target: Tensor, rows: Tensor, source: Tensor) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, part: Sequences, scaling: float) -> tuple[Tensor, ...]:
     """Attend like ``flash_forward``, with the faster library."""
-    if cudnn_supports(q, k, part):
+    if cudnn_supports(q, k, part, scaling):
         return *cudnn_forward(q, k, v, part, scaling), q.new_empty(0), q.new_empty(0)
     return flash_forward(q, k, v, part, scaling)
 
@@ -175,7 +175,7 @@ def _backward(
     seeds: list[Tensor],
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if cudnn_supports(q, k, part):
+    if cudnn_supports(q, k, part, scaling):
         return cudnn_gradients(grad, q, k, v, out, lse, part, scaling)
     return torch.ops.aten._flash_attention_backward(
         grad,

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -221,3 +222,14 @@ def test_medians_at_rounding_size_do_not_call_an_engine_stale():
     assert asyncio.run(v.movement(run, parts(change), last)) == pytest.approx(1, abs=0.01)
     with pytest.raises(MismatchError, match="still serves the previous weights"):
         asyncio.run(v.movement(run, parts(before), last))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_movements_that_are_rounding_on_both_sides_are_not_judged(stale):
+    """After a small step the rounding of a mixture of experts changes scores by more than the step. A stale engine's scores stay."""
+    draw = np.random.default_rng(0)
+    step, change, mismatch = draw.normal(size=(3, 248)) * [[0.03], [0.03], [0.06]]
+    policy, before = SimpleNamespace(version=4), np.zeros(248)
+    engine = [before + mismatch], [before + mismatch + (0 if stale else change - 0.3 * step)]
+    with pytest.raises(MismatchError, match="still serves the previous weights") if stale else nullcontext():
+        assert v.check_movement(policy, "", ([before], [step]), engine) is None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from miles_core.errors import CheckpointError
+from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.model.call import active_call
 from miles_embedded.model.load import load_model
@@ -179,3 +182,19 @@ def test_an_error_of_a_state_that_grows_with_the_fed_tokens_is_found(tmp_path, m
         self_check(model)
     monkeypatch.setattr("miles_embedded.engine.self_check.FED_WITH_STATES", 3)
     self_check(model)
+
+
+@pytest.mark.parametrize(("draws", "refused"), [(1, False), (2, True)])
+def test_a_difference_in_one_draw_of_tokens_is_chance(draws, refused, tmp_path, monkeypatch):
+    """Two experts with equal router logits change the scores of a draw; an error changes those of others, too."""
+    model, seen = load_model(tiny_checkpoint("llama", tmp_path / "model")), set()
+    score = Runner.score
+
+    def flawed(self, sequences, *args):
+        seen.add(tuple(sequences[0]))
+        return [found + (len(seen) <= draws) for found in score(self, sequences, *args)]
+
+    monkeypatch.setattr(Runner, "score", flawed)
+    with pytest.raises(CheckpointError, match="packed sequences are scored") if refused else nullcontext():
+        self_check(model)
+    assert len(seen) == (2 if refused else 3)
