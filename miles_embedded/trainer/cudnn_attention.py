@@ -20,8 +20,9 @@ from miles_embedded.model.flash import Sequences
 
 log = logging.getLogger(__name__)
 
-#: Longest sequence of queries from which on cuDNN is faster than FlashAttention-2.
-_SHORTEST = 512
+#: Elements of the queries times the most keys of one, from which on cuDNN is faster than FlashAttention-2 on an H200. Below, the host takes
+#: longer to launch a graph than the GPU to compute it.
+_LEAST_WORK = 1 << 32
 #: cuDNN's names of the inputs, of which a forward pass has the first three.
 _INPUTS = ("q", "k", "v", "o", "dO", "stats")
 #: Largest offset of a sequence in elements: offsets are int32.
@@ -34,7 +35,9 @@ def cudnn_runs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     if importlib.util.find_spec("cudnn") is None:
-        log.info("training on long sequences is faster with cuDNN's attention: pip install --no-deps nvidia-cudnn-frontend")
+        log.info(
+            "training on long sequences is faster with cuDNN's attention: pip install --no-deps nvidia-cudnn-frontend"
+        )
         return False
     try:
         _handle(device)
@@ -45,10 +48,10 @@ def cudnn_runs(device: torch.device) -> bool:
 
 
 def cudnn_supports(q: Tensor, k: Tensor, sequences: Sequences, scaling: float) -> bool:
-    """Whether cuDNN should compute this attention and its gradients: it can, and the sequences are long enough. It adds gradients in no fixed
+    """Whether cuDNN should compute this attention and its gradients: it can, and there is enough to compute. It adds gradients in no fixed
     order, as deterministic algorithms have to. Arguments as for ``cudnn_forward``."""
     return (
-        sequences.longest_query >= _SHORTEST
+        q.numel() * sequences.longest_key >= _LEAST_WORK
         and max(q.numel(), k.numel()) <= _FARTHEST
         and not torch.are_deterministic_algorithms_enabled()
         and cudnn_runs(q.device)

@@ -127,7 +127,7 @@ def double(monkeypatch):
     monkeypatch.setattr(module, "_handle", lambda device: "handle")
     monkeypatch.setattr(module, "_stream", lambda device: 0)
     monkeypatch.setattr(module, "cudnn_runs", lambda device: True)
-    monkeypatch.setattr(module, "_SHORTEST", 1)
+    monkeypatch.setattr(module, "_LEAST_WORK", 1)
     monkeypatch.setattr(cudnn, "refuses", False)
     module._graph.cache_clear()
     cudnn.executed.clear()
@@ -179,7 +179,7 @@ def test_flash_attention_remains_where_cudnn_cannot_compute(reason, double, monk
     assert module.cudnn_supports(q, k, sequences, 0.25)
     module._graph.cache_clear()
     if reason == "short":
-        monkeypatch.setattr(module, "_SHORTEST", 41)
+        monkeypatch.setattr(module, "_LEAST_WORK", q.numel() * 40 + 1)
     elif reason == "far":
         monkeypatch.setattr(module, "_FARTHEST", 100)
     elif reason == "deterministic":
