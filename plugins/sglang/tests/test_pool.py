@@ -106,7 +106,7 @@ def test_a_run_survives_a_death_and_uses_a_server_that_joins_late(
     routed = {"enable_return_routed_experts": True}
     first, second, late = start(**routed), start(**routed), start(**routed)
     url = listed(first, second)
-    second.fatal["generate"] = 10
+    second.fatal["generate"] = 20  # in the first rollout: before it, the checks of the first sync call both servers
     changed = when(lambda: second.dead, lambda: listed(first, late))
     options = {"hf_checkpoint": first.manager.checkpoint, "engine": "sglang", "device": "cpu", "sglang_url": url}
     if schedule == "async":

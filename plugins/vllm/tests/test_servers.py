@@ -136,7 +136,7 @@ def test_a_run_survives_a_death_and_uses_a_server_that_joins_late(
     caplog.set_level("INFO")
     first, second, late = start(), start(), start()
     url = listed(first, second)
-    second.fatal["inference/v1/generate"] = 10
+    second.fatal["inference/v1/generate"] = 20  # in the first rollout: before it, the checks of the first sync call both servers
     changed = when(lambda: second.dead, lambda: listed(first, late))
     options = {"hf_checkpoint": first.checkpoint, "engine": "vllm", "device": "cpu", "vllm_url": url}
     run = toy_run([], steps=7, verify_logprobs=True, **options)
