@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe import environment, metrics
@@ -197,20 +200,11 @@ def check_directory(directory: Path) -> None:
             f"{directory} is not a run directory: it has neither {METRICS}, {PLAN} nor {CONFIG}; give the one --save named"
         )
     core = read_json(directory / PLAN).get("core")
-    if isinstance(core, str) and _release(core) > _release(__version__):
-        raise MilesError(
-            f"{directory} was written by miles-core {core}, and this is {__version__}, which may misread it; install miles-core {core}"
-        )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the first numbers of a version; () if it has none."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    with suppress(InvalidVersion):
+        if core is not None and Version(str(core)) > Version(__version__):
+            raise MilesError(
+                f"{directory} was written by miles-core {core}, and this is {__version__}, which may misread it; install miles-core {core}"
+            )
 
 
 def holds(file: Path) -> Callable[[str], bool]:
