@@ -16,7 +16,7 @@ from miles_core.observe.metrics import RESERVED, read
 from miles_tools.replay import OWN
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import read_samples, read_trained, recorded_steps, step_directory
-from miles_tools.report.reading import read_json, read_yaml
+from miles_tools.report.reading import options_of, read_json, read_yaml
 from miles_tools.samples.files import read_file, rollout_files
 
 #: Options of where a run is stored and how it is shown, which change no step.
@@ -116,13 +116,16 @@ class StoredRun:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Option -> value, defaults included."""
-        return _flatten(self._config.get("defaults") or {}) | self.chosen
+        """Option -> value, defaults included, without ``PLACES``."""
+        return self._options(defaults=True)
 
     @cached_property
     def chosen(self) -> dict[str, Any]:
         """Option -> value, of those that are not defaults."""
-        return _flatten({table: values for table, values in self._config.items() if table != "defaults"})
+        return self._options(defaults=False)
+
+    def _options(self, defaults: bool) -> dict[str, Any]:
+        return {name: value for name, value in options_of(self._config, defaults).items() if name not in PLACES}
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -143,17 +146,6 @@ class StoredRun:
             name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
         }
         return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
-
-
-def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``table.option`` -> value, without ``PLACES``."""
-    return {
-        path: value
-        for table, values in tables.items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
-        if (path := f"{table}.{name}") not in PLACES
-    }
 
 
 def _of_sample(sample: Sample, log_probs: Any, advantages: Any) -> StoredSample:

@@ -237,10 +237,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
 
 
-def option(config: Mapping[str, Any], table: str, key: str) -> Any:
-    """Return an option's value, set or default; None if there is none."""
-    for part in (config, config.get("defaults") or {}):
-        values = part.get(table) if isinstance(part, Mapping) else None
-        if isinstance(values, Mapping) and key in values:
-            return values[key]
-    return None
+def options_of(config: Mapping[str, Any], defaults: bool = True) -> dict[str, Any]:
+    """Return ``table.option`` -> value, from the contents of ``config.yaml``. defaults: also options that the user did not set."""
+    of_defaults = config.get("defaults")
+    tables = [*of_defaults.items()] if defaults and isinstance(of_defaults, Mapping) else []
+    tables += [(table, values) for table, values in config.items() if table != "defaults"]
+    return {
+        f"{table}.{name}": v for table, values in tables if isinstance(values, Mapping) for name, v in values.items()
+    }

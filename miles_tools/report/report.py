@@ -17,7 +17,7 @@ from miles_tools.report.grids import draw_grid, find_grids
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.page import clean, gather, put_inside
 from miles_tools.report.plots import panels
-from miles_tools.report.reading import RunReader, open_runs, option
+from miles_tools.report.reading import RunReader, open_runs, options_of
 from miles_tools.report.selection import select_samples
 
 HTML, COMPARISON = "report.html", "compare.html"
@@ -55,7 +55,7 @@ def _write_page(runs: Sequence[RunReader], target: Path) -> Path:
     problems: dict[int, str] = {}
     samples = []
     for number, run in enumerate(runs):
-        found, damaged, files = select_samples(run, number, len(runs), option(run.config, "reward", "reward_key"))
+        found, damaged, files = select_samples(run, number, len(runs), options_of(run.config).get("reward.reward_key"))
         samples += found
         if damaged:
             problems[number] = f"{damaged} of {files} files with samples are damaged and left out."

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from miles_core.observe.metrics import series
 from miles_core.plugin.panel import Panel
 from miles_tools.report.grids import find_grids
 from miles_tools.report.plots import moves, panels, without_huge, without_warm_start
-from miles_tools.report.reading import RunReader
+from miles_tools.report.reading import RunReader, options_of
 
 #: Maximum number of points of a line. More steps are joined: a point is their mean, and its band goes from the lowest to the highest.
 POINTS = 600
@@ -34,15 +33,6 @@ class Group:
     runs: Sequence[RunReader]
 
 
-def flatten(tables: Mapping[str, Any]) -> dict[str, str]:
-    """Return option -> value as text, of a configuration with its ``defaults``."""
-    parts = chain(
-        (tables.get("defaults") or {}).items() if isinstance(tables.get("defaults"), Mapping) else (), tables.items()
-    )
-    entries = ((table, values) for table, values in parts if table != "defaults" and isinstance(values, Mapping))
-    return {f"{table}.{name}": str(value) for table, values in entries for name, value in values.items()}
-
-
 def versions(run: RunReader) -> dict[str, str]:
     """Return plugin -> version, from the plan of a run."""
     plugins = run.plan.get("plugins") or ()
@@ -51,7 +41,7 @@ def versions(run: RunReader) -> dict[str, str]:
 
 def list_differences(runs: Sequence[RunReader]) -> list[tuple[str, list[str]]]:
     """Return (option, its value in each run) for options and versions of plugins that differ; "-" where a run has none."""
-    found = [flatten(run.config) | versions(run) for run in runs]
+    found = [{n: str(v) for n, v in options_of(run.config).items()} | versions(run) for run in runs]
     rows = [(name, [each.get(name, "-") for each in found]) for name in sorted({n for each in found for n in each})]
     return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _PLACES]
 
