@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts, redact
+from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
@@ -31,7 +31,7 @@ from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
 from miles_workers import Restarts, Routing, choices_of_run, language_config, policies_sharing, worker_name
-from miles_workers.servers import SameModel, Shared, describe_shared_server, report_news, share
+from miles_workers.servers import SameModel, Shared, check_servers, report_news, share
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
     from miles_embedded import find_processor  # imports Transformers
 
+    check_servers(run, policy, plugin.name)
     tokenizer, early = run.tokenizer, run.state.get(EARLY, {})
     config = run.config_of(policy)
 
@@ -82,21 +83,12 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
     check_blocks(language_config(checkpoint), codec_of(config.rollout.precision))
     choices = _choices(run, policy)
-    check_servers(run, policy, choices)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
     codec = make_codec(run, policy)
     engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
-    report_news(run, "sglang", engine.link.news)
+    report_news(run, plugin.name, engine.link.news)
     return engine
-
-
-def check_servers(run: Any, policy: Any, choices: Choices) -> None:
-    """Raise ConfigError if another policy, also one that a plugin added, sends whole weights to the policy's servers."""
-    for other in run.policies if choices.url and run.config_of(policy).run.transport != "adapter" else ():
-        if other is not policy and other.generates and {*choices.url} & {*_own_choices(run, other).url}:
-            why = describe_shared_server(other.name, policy.name, "sglang")
-            raise ConfigError(f"--sglang-url {','.join(map(redact, choices.url))}: {why}")
 
 
 def log_file_of(run: Any) -> Path:

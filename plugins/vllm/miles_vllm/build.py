@@ -31,7 +31,7 @@ from miles_workers import (
     policies_sharing,
     worker_name,
 )
-from miles_workers.servers import SameModel, Shared, report_news, share
+from miles_workers.servers import SameModel, Shared, check_servers, report_news, share
 
 #: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
 _SLACK = 1
@@ -61,6 +61,7 @@ class Choices(ProgramChoices):
 
 def make_engine(run: Any, policy: Any) -> VllmEngine:
     """Provider of ``--engine vllm``."""
+    check_servers(run, policy, plugin.name)
     tokenizer = run.tokenizer
 
     def detokenize(tokens: list[int]) -> str:
