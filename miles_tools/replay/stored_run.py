@@ -90,10 +90,6 @@ class StoredRun:
         rows = read_file(self._saved[step]) if step in self._saved else None
         return None if rows is None else [_of_row(row) for row in rows]
 
-    def has_samples(self, step: int) -> bool:
-        """Whether the samples of a step are saved with rounded numbers."""
-        return step in self._saved
-
     def sums(self, step: int) -> dict[str, list[dict[str, dict[str, int]]]]:
         """Return the checksums of a step's optimizer steps: ``POLICY.RANK`` -> one mapping per optimizer step."""
         return {name: data["steps"] for name, data in self._sum_files(step, "sums").items()}
