@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from miles_tools.report.plots import FAINT, INK, PALETTE, add_grid, open_image
 
 #: Inches.
 _WIDTH = 6.4
+#: Characters of a line of a cause's name, which would otherwise leave no room for the bars.
+_CAUSE = 36
 #: Smaller differences are FP32 rounding and share one bin.
 _FLOOR = 1e-7
 
@@ -38,12 +41,14 @@ def draw_gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray], tolera
 def draw_budget(budget: Mapping[str, Any]) -> bytes:
     """Draw each cause's share of the gap, as PNG. ``budget``: ``Budget.to_dict()``."""
     rows = sorted((c for c in budget["causes"] if not c["why"]), key=lambda c: abs(c["share"]))
+    names = [fill(c["name"], _CAUSE) for c in rows]
     shares = [c["share"] for c in rows]
     right = max([*shares, 0.01])
-    with open_image("What the mismatch consists of", _WIDTH, 1.5 + 0.36 * len(rows)) as (axes, png):
+    lines = sum(name.count("\n") + 1 for name in names)
+    with open_image("What the mismatch consists of", _WIDTH, 1.5 + 0.36 * lines) as (axes, png):
         add_grid(axes)
         axes.barh(
-            [c["name"] for c in rows],
+            names,
             shares,
             color=[PALETTE[2] if c["corrected"] else PALETTE[0] for c in rows],
             height=0.62,
