@@ -16,15 +16,8 @@ from miles_core.observe.metrics import RESERVED, read
 from miles_tools.replay import OWN
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import read_samples, read_trained, recorded_steps, step_directory
-from miles_tools.report.reading import options_of, read_json, read_yaml
+from miles_tools.report.reading import PLACES, options_of, read_json, read_yaml
 from miles_tools.samples.files import read_file, rollout_files
-
-#: Options of where a run is stored and how it is shown, which change no step.
-_PLACES = (
-    *("save", "load", "plugins", "log_level", "keep", "save_interval", "async_save", "save_rollouts", "export_hf"),
-    *("save_rollouts_size", "profile", "profile_dir", "stop_within"),
-)
-PLACES = frozenset({*(f"run.{name}" for name in _PLACES), f"{OWN}.record_steps"})
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ class StoredRun:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Option -> value, defaults included, without ``PLACES``."""
+        """Option -> value, defaults included, without ``PLACES`` and the list of plugins (``plugins``)."""
         return self._options(defaults=True)
 
     @cached_property
@@ -121,7 +114,8 @@ class StoredRun:
         return self._options(defaults=False)
 
     def _options(self, defaults: bool) -> dict[str, Any]:
-        return {name: value for name, value in options_of(self._config, defaults).items() if name not in PLACES}
+        left_out = PLACES | {"run.plugins"}
+        return {name: value for name, value in options_of(self._config, defaults).items() if name not in left_out}
 
     @cached_property
     def _config(self) -> dict[str, Any]:
