@@ -318,6 +318,12 @@ def test_the_key_is_sent(start: Start, checkpoints: list[Path], monkeypatch: Any
     used(engine_for(checkpoints[0], server.url), play)
 
 
+def test_a_key_with_a_line_break_is_refused_at_once(start: Start, checkpoints: list[Path], monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "one\ntwo")
+    with pytest.raises(ConfigError, match="the environment variable VLLM_API_KEY: the value has characters"):
+        asyncio.run(engine_for(checkpoints[0], start().url).start())
+
+
 def test_a_server_that_a_run_left_paused_continues(start: Start, checkpoints: list[Path], caplog: Any) -> None:
     server = start()
     server.llm.vllm_paused = True
