@@ -116,6 +116,8 @@ class EngineServer(Server):
         try:
             answer = exchange(f"{self.url}/{path}", data, self.headers(), timeout, limit)
         except HttpError as error:
+            if not error.retriable:
+                raise ServerError(f"{self.flag} {self.url}: {path}: {error}") from error
             message = f"{self.flag} {self.url}: no {self.program} server answers there ({error}); start it, or correct the address"
             raise NotReachable(str(error), message) from error
         if 300 <= answer.status < 400:

@@ -22,7 +22,7 @@ from typing import Any
 from miles_core.errors import ConfigError, MilesError
 from miles_core.redact import redact
 
-__all__ = ["MAX_BYTES", "HttpError", "exchange"]
+__all__ = ["MAX_BYTES", "HttpError", "check_header", "exchange"]
 
 #: Maximum time to connect to one address, in seconds.
 CONNECT_SECONDS = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -97,21 +97,14 @@ class Calls:
                     each.cancel()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        """End the requests with these keys, None for all, that exist now."""
-        await self._abort([call for call in self._calls.values() if keys is None or call.key in keys])
-
-    async def drain(self) -> None:
-        """End all requests that exist now, and wait until they have been answered. Repeats because a request may reach the program after
-        the attempt to end it."""
-        calls = list(self._calls.values())
-        while calls := [call for call in calls if not call.done.is_set()]:
-            await self._abort(calls)
-            waiting = [asyncio.ensure_future(call.done.wait()) for call in calls]
-            for task in (await asyncio.wait(waiting, timeout=_AGAIN_S))[1]:
-                task.cancel()
-
-    async def _abort(self, calls: Iterable[Call]) -> None:
+        """End the requests with these keys, None for all, that exist now, and wait until they have been answered. Repeats because a request may
+        reach the program after the attempt to end it."""
+        calls = [call for call in self._calls.values() if keys is None or call.key in keys]
         for call in calls:
             call.aborted = True
             call.changed.set()
-        await asyncio.gather(*(self._cancel(call.number) for call in calls if call.sent))
+        while calls := [call for call in calls if not call.done.is_set()]:
+            await asyncio.gather(*(self._cancel(call.number) for call in calls if call.sent))
+            waiting = [asyncio.ensure_future(call.done.wait()) for call in calls]
+            for task in (await asyncio.wait(waiting, timeout=_AGAIN_S))[1]:
+                task.cancel()

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_workers.served_model import ROUTED_EXPERTS
+from miles_workers.served_model import ROUTED_EXPERTS, Routing
+
+#: Core's names of KV cache dtypes -> those of SGLang and vLLM.
+_KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +43,36 @@ class ProgramChoices:
     max_restarts: int = 0
     allow_mismatch: bool = False
 
+    @property
+    def computed_dtype(self) -> str:
+        """The dtype in which the program computes."""
+        return self.dtype if self.dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def kv_cache_name(self) -> str:
+        """The program's name of the dtype of cached keys and values."""
+        return _KV_CACHE.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    def routing(self, config: Mapping[str, Any]) -> Routing | None:
+        """Return the conversion of routed experts; None if the program does not record them. config: the language model's ``config.json``."""
+        recorded = self.arguments.get("enable_return_routed_experts")
+        return Routing.of(config, self.routed_dtype) if recorded else None
+
 
 def choices_of_run(run: Any, config: Any, options: Any) -> dict[str, Any]:
-    """Return the attributes of ``ProgramChoices`` other than ``arguments`` and ``device``.
+    """Return the attributes of ``ProgramChoices`` other than ``arguments``.
 
     Args:
         run: the run.
         config: configuration of the policy (``Run.config_of``).
         options: options of the engine's plugin, which has ``url``, ``weights_dir`` and ``startup_timeout``.
     """
+    import torch
+
+    device = config.model.device
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     return {
+        "device": device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "dtype": config.model.dtype,
         "seed": config.train.seed,
         "max_context": config.rollout.max_context_len or 0,

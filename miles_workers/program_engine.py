@@ -162,7 +162,7 @@ class ProgramEngine(Engine):
         await self._renewal.wait_until_renewed()
         self._calls.close()
         if mode == "abort":
-            await self._calls.drain()
+            await self._calls.abort()
         await self._retry(lambda: self._pause_program(mode))
         self._paused = mode
 

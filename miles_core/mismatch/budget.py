@@ -77,10 +77,6 @@ class Budget:
         """The measured causes, largest share first."""
         return sorted((c for c in self.causes if not c.why), key=lambda c: -abs(c.share))
 
-    def missing(self) -> list[Cause]:
-        """The causes that were not measured."""
-        return [c for c in self.causes if c.why]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without worst tokens."""
         return asdict(replace(self, total=replace(self.total, worst=()), remaining=replace(self.remaining, worst=())))

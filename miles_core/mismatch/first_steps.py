@@ -7,7 +7,7 @@ Only samples that were generated with exactly the trainer's weights are compared
 supports are used as in training; a verification pass has no dropout and no capacity of experts. A difference counts as at most
 ``MOST`` nats, so the few tokens with other experts have little influence. If half of all differences stay within the median that the
 declared precisions explain, the mean of ordinary rounding errors stays within 1.5 times that: this is the bound
-(``Tolerance.first_step``), which a line of the plan shows (``planned``).
+(``first_step_bound``), which a line of the plan shows (``planned``).
 The run stops at its first step if the mean exceeds the bound by more than chance explains, and at the latest if the median over
 three steps exceeds it.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.scorer import precisions
-from miles_core.mismatch.tolerance import tolerance
+from miles_core.mismatch.tolerance import Side, first_step_bound
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -78,7 +78,7 @@ class FirstSteps:
         means = self._means.setdefault(key, [])
         means.append(float(found.mean()))
         declared = precisions(self._run, parts)
-        bound = tolerance(*declared).first_step
+        bound = first_step_bound(*declared)
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:
@@ -93,7 +93,7 @@ class FirstSteps:
         if beyond or len(means) == STEPS or (len(means) == 1 and means[0] <= bound):
             self._done.add(key)
 
-    def _report(self, means: Sequence[float], tokens: int, bound: float, declared: tuple[object, object]) -> None:
+    def _report(self, means: Sequence[float], tokens: int, bound: float, declared: tuple[Side, Side]) -> None:
         run, parts, step = self._run, self._parts, self._run.step + 1
         of_policy = f" of policy {parts.policy.name}" if len(run.policies) > 1 else ""
         several = f" (median {median(means):.3g} over {len(means)} steps)" if len(means) > 1 else ""

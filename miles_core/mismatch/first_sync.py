@@ -21,6 +21,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.agreement import Errors, compare
 from miles_core.mismatch.generated import Generated, generate, judge_draws, judge_greedy
+from miles_core.mismatch.movement import can_score, score_each
 from miles_core.mismatch.probe import ProbePrompt, bare, probe_prompts
 from miles_core.mismatch.probe_text import ProbeText, probe_text
 from miles_core.mismatch.scorer import Scorer
@@ -80,7 +81,7 @@ class FirstSync:
             MismatchError: an engine computes another function than the trainer.
         """
         key = (parts.policy.name, parts.precisions)
-        if parts.engine is None or key in self._done:
+        if key in self._done:
             return {}
         scorer = await Scorer.make(self._run, parts)
         found = await self._examine(parts, scorer, 0)
@@ -103,9 +104,8 @@ class FirstSync:
 
     async def _examine_scores(self, parts: PolicyParts, scorer: Scorer, text: ProbeText) -> list[Finding]:
         """Compare every worker of an engine that can score on one text; [] if it cannot."""
-        engine, temperature = parts.serving, self._run.config.rollout.temperature
-        needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
-        if not needed <= engine.capabilities:
+        temperature = self._run.config.rollout.temperature
+        if not can_score(self._run, parts):
             log.info(
                 "the engine %s cannot score a given text at temperature %g: only tokens that it generates are checked",
                 self._run.config.run.engine,
@@ -121,10 +121,9 @@ class FirstSync:
             for i, tokens in enumerate(text.sequences)
         ]
         own, reference = await scorer.score(samples), await scorer.refer(samples)
-        scores = await engine.score_each(text.sequences, temperature)
         errors = {
             worker: compare(found, own, reference.scores, scorer.scale, scorer.floor)
-            for worker, found in scores.items()
+            for worker, found in (await score_each(self._run, parts, samples)).items()
         }
         return [Finding(worker, "scored", each, each.find_excess()) for worker, each in errors.items()]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from miles_core.mismatch.tolerance import Side, find_dtype, tolerance
+from miles_core.mismatch.tolerance import Side, find_dtype, first_step_bound
 from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.rule import Truth, evaluate
 
@@ -37,7 +37,7 @@ def describe_bounds(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[s
         if engine is None or trainer is None:
             yield f"first step: the log shows how far engine and trainer may differ; the manifest of {rollout} declares no error"
         else:
-            bound = tolerance(engine, trainer).first_step
+            bound = first_step_bound(engine, trainer)
             sides = f"engine ({engine}) and trainer ({trainer})"
             yield f"first step: if {sides} differ by more than {bound:.2g} nats per token on average, {then}"
 

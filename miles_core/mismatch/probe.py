@@ -65,7 +65,6 @@ async def probe(
     run: Run,
     parts: PolicyParts,
     prompts: Sequence[ProbePrompt],
-    response_tokens: int = RESPONSE_TOKENS,
     key: int = 0,
     support: bool = False,
 ) -> list[Sample]:
@@ -74,12 +73,11 @@ async def probe(
     Args:
         parts: parts of the policy, which must have an engine.
         prompts: the prompts.
-        response_tokens: maximum number of tokens per response.
         key: index of the first probe, which determines its random numbers; the others have consecutive indexes.
         support: record the sampling support even if training uses the full vocabulary.
     """
     sampling = training_sampling(run.config)
-    sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
+    sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, RESPONSE_TOKENS), stop=())
     wanted = sampling.truncated and (support or not run.config.rollout.full_vocab_logprobs)
     extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in parts.serving.capabilities else set()
     calls = [generate_probe(run, parts, prompt, sampling, key + i, i, extras) for i, prompt in enumerate(prompts)]

@@ -15,17 +15,10 @@ from miles_core.plugin.detect import model_facts
 from miles_core.plugin.facts import show
 
 if TYPE_CHECKING:
-    from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Policy, Run
-    from miles_core.contracts.trainer import Trainer
 
 #: Keys whose values must agree. The number format of weights, draft layers and the model's name may differ.
 COMPARED = ("num_experts", "top_k", "moe_layers", "layers", "hidden_size", "vocab_size")
-
-
-def check_same_model(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> None:
-    """Call ``compare_models`` for a trainer and a started engine in this process."""
-    compare_models(run, policy, trainer.model_facts(), engine.model_facts())
 
 
 def compare_models(run: Run, policy: Policy, trainer: Mapping[str, object], engine: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.mismatch.tolerance import FLOOR, Side, find_dtype, tolerance
+from miles_core.mismatch.tolerance import FLOOR, Side, expected_scale, find_dtype
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.push import make_codec
 
@@ -56,7 +56,7 @@ class Scorer:
     @property
     def scale(self) -> float:
         """Scale of the errors that the declared precisions explain."""
-        return tolerance(*self.declared).scale
+        return expected_scale(*self.declared)
 
     @property
     def floor(self) -> float:

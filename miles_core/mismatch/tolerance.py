@@ -71,32 +71,6 @@ class Side:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Declared differences of log-probabilities between two sides that compute the same function, in nats.
-
-    Attributes:
-        scale: scale of ``agreement.expected_errors``.
-    """
-
-    scale: float
-
-    @property
-    def median(self) -> float:
-        """The largest median of the absolute differences that rounding explains."""
-        return FLOOR + RATIO * self.scale * math.sqrt(2 / 3)
-
-    @property
-    def mean(self) -> float:
-        """The largest mean of the absolute differences that rounding explains."""
-        return FLOOR + RATIO * self.scale * math.sqrt(2)
-
-    @property
-    def first_step(self) -> float:
-        """The bound of the mean of the absolute differences of the samples of a first step (``first_steps``)."""
-        return _FACTOR * self.mean
-
-
 def find_dtype(fact: Callable[[str], Any]) -> str:
     """Return the dtype in which both sides hold the model; the lower precision if this process cannot determine it.
 
@@ -110,6 +84,13 @@ def find_dtype(fact: Callable[[str], Any]) -> str:
     return "float32" if fact("model.device") == "cpu" or here else "bfloat16"
 
 
-def tolerance(engine: Side, trainer: Side) -> Tolerance:
-    """Compute the declared differences of two sides."""
-    return Tolerance(_SCALE * math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine)))
+def expected_scale(engine: Side, trainer: Side) -> float:
+    """Return the scale of the differences of log-probabilities, in nats, of two sides that compute the same function
+    (``agreement.expected_errors``)."""
+    return _SCALE * math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine))
+
+
+def first_step_bound(engine: Side, trainer: Side) -> float:
+    """Return the bound of the mean of the absolute differences of the samples of a first step (``first_steps``), in nats."""
+    mean = FLOOR + RATIO * expected_scale(engine, trainer) * math.sqrt(2)  # the largest that rounding explains
+    return _FACTOR * mean

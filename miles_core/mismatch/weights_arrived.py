@@ -3,20 +3,18 @@
 The version that an engine reports is not sufficient: if one layer kept its older weights, the engine would report the new version, and
 its scores could differ from the trainer's by less than the usual mismatch. Where the layout of the engine's weights is known (capability
 ``weight_checksums``), the checksums of both sides are compared, and an error names the tensors that differ. For any other engine that can
-score, the scores of a few fixed tokens must change in the same way as the trainer's (``at_sync.check_movement``).
+score, the scores of a few fixed tokens must change in the same way as the trainer's (``movement``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch.at_sync import check_movement, check_version, score_each
-from miles_core.mismatch.gap import LogProbs
+from miles_core.mismatch.at_sync import check_version
+from miles_core.mismatch.movement import Scores, can_score
 from miles_core.mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
@@ -38,22 +36,12 @@ def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float
     return WeightsArrived(run) if run.config.model.self_check or run.config.run.verify_logprobs else None
 
 
-@dataclass
-class _Scores:
-    """Scores of fixed samples on both sides at an earlier sync, and the number formats of both sides at that time."""
-
-    samples: list[Sample]
-    trainer: LogProbs
-    engines: Mapping[str, LogProbs]
-    formats: Any
-
-
 class WeightsArrived:
     """Compares the weights in every engine of a policy with the weights that were sent to it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._earlier: dict[str, _Scores] = {}
+        self._earlier: dict[str, Scores] = {}
         self._syncs: dict[str, int] = {}
 
     async def __call__(self, parts: PolicyParts) -> dict[str, float]:
@@ -62,10 +50,8 @@ class WeightsArrived:
         Raises:
             MismatchError: an engine computes with other weights than were sent.
         """
-        if parts.engine is None:
-            return {}
         check_version(parts)
-        if "weight_checksums" in parts.engine.capabilities:
+        if "weight_checksums" in parts.serving.capabilities:
             await self._compare_checksums(parts)
         elif not self._run.config.run.verify_logprobs:  # which looks at the scores of its own probes
             await self._compare_scores(parts)
@@ -88,26 +74,21 @@ class WeightsArrived:
                 )
 
     async def _compare_scores(self, parts: PolicyParts) -> None:
-        name, formats = parts.policy.name, parts.precisions
+        run, name = self._run, parts.policy.name
         count = self._syncs[name] = self._syncs.get(name, 0) + 1
-        if self._run.config.run.colocate and count > _FIRST and count % _PERIOD:
+        if run.config.run.colocate and count > _FIRST and count % _PERIOD:
+            return
+        if not can_score(run, parts):
+            if count == 1:
+                log.info(
+                    "the engine %s can neither compare checksums nor score: only its version is checked",
+                    run.config.run.engine,
+                )
             return
         last = self._earlier.get(name)
         if last is None:
-            samples = [bare(s) for s in await probe(self._run, parts, probe_prompts(self._run), key=_FIRST_KEY)]
+            samples = [bare(s) for s in await probe(run, parts, probe_prompts(run), key=_FIRST_KEY)]
+            self._earlier[name] = await Scores.measure(run, parts, samples)
         else:
-            samples = last.samples
-        engines = await score_each(self._run, parts, samples)
-        if engines is None:
-            if last is None and count == 1:
-                log.info(
-                    "the engine %s can neither compare checksums nor score: only its version is checked",
-                    self._run.config.run.engine,
-                )
-            return
-        trainer = await parts.learner.log_probs(samples)
-        if last is not None and last.formats == formats:
-            for worker, scores in engines.items():
-                if worker in last.engines:
-                    check_movement(parts.policy, worker, (last.trainer, trainer), (last.engines[worker], scores))
-        self._earlier[name] = _Scores(samples, trainer, engines, formats)
+            self._earlier[name] = now = await Scores.measure(run, parts, last.samples)
+            last.check_movement(parts.policy, now)

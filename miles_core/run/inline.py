@@ -8,7 +8,7 @@ from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.mismatch.first_steps import make_check
 from miles_core.mismatch.parity import check_sides
-from miles_core.mismatch.same_model import check_same_model
+from miles_core.mismatch.same_model import compare_models
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.train.local_learner import LocalLearner
 from miles_core.train.rank import Rank
@@ -41,7 +41,7 @@ class InlineRuntime(Runtime):
         if colocate:
             await engine.sleep(["cache"])
             rank.hold(ALL_PARTS)
-        check_same_model(run, policy, trainer, engine)
+        compare_models(run, policy, trainer.model_facts(), engine.model_facts())
         parity = check_sides(run, policy, trainer, engine)
         rank.connect(engine)
         learner = LocalLearner(rank, engine)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.checkpoint.directory import Checkpoints, run_of
+from miles_core.checkpoint.directory import run_of
 from miles_core.errors import MilesError
 from miles_tools.replay import STORED
 from miles_tools.replay.compare import MEASURED, Difference, StepComparison
-from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import check_recorded
 from miles_tools.replay.stored_run import StoredRun
 from miles_tools.replay.tolerance import Tolerance
@@ -84,16 +83,17 @@ def repeat_step(directory: Path | str, step: int, target: Path, tolerance: float
     from miles_core.run.checks import plan_run
     from miles_core.run.prepare import localise
 
-    source = open_run(directory)
+    run = StoredRun(directory)
+    source = run.path
     check_recorded(source, step)
-    checkpoint = find_checkpoint(source, step)
-    start = checkpoint[0] if checkpoint else min(StoredRun(source).steps) - 1
+    earlier = [number for number in run.checkpoints.steps() if number < step]
+    checkpoint = run.checkpoints.path(earlier[-1]) if earlier else None
+    start = earlier[-1] if earlier else min(run.steps) - 1
     for between in range(start + 1, step):
         check_between(source, between, start, step)
     requested = configure(load(["--config", str(source / "config.yaml")]), source, checkpoint, step, target)
     config, plan, catalogue = plan_run(requested)
     localise(requested)
-    run = StoredRun(source)
     with use_threads(run.threads(step)):
         if launch(config, plan, catalogue, Console(quiet=True)).signal:
             raise MilesError(f"{source}: stopped before step {step} was repeated")
@@ -129,13 +129,6 @@ def use_threads(count: int | None) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = variable
 
 
-def find_checkpoint(run: Path, step: int) -> tuple[int, Path] | None:
-    """Return the newest checkpoint of a run before ``step``: (completed steps, directory); None if there is none."""
-    checkpoints = Checkpoints(run / "checkpoints")
-    earlier = [number for number in checkpoints.steps() if number < step]
-    return (earlier[-1], checkpoints.path(earlier[-1])) if earlier else None
-
-
 def check_between(run: Path, between: int, start: int, step: int) -> None:
     """Raise MilesError if a step between the checkpoint and the repeated one was not recorded."""
     try:
@@ -146,11 +139,11 @@ def check_between(run: Path, between: int, start: int, step: int) -> None:
         ) from error
 
 
-def configure(config: Config, source: Path, checkpoint: tuple[int, Path] | None, step: int, target: Path) -> Config:
-    """Return the configuration of the repetition."""
+def configure(config: Config, source: Path, checkpoint: Path | None, step: int, target: Path) -> Config:
+    """Return the configuration of the repetition. checkpoint: from which it continues; None for the start of the run."""
     load = config.run.load
     if checkpoint is not None:
-        load = checkpoint[1]
+        load = checkpoint
     elif load is not None and run_of(load).resolve() == source:  # the run was resumed in its own directory
         load = None
     # what an option needs may be off in the repetition, such as another schedule: then it has no effect, and is not the user's

@@ -141,11 +141,10 @@ class StepComparison:
         """Yield the differences of the step in the order of ``PHASES``, the first one of each kind."""
         yield from self.weights()
         pairs: list[tuple[StoredSample, StoredSample]] = []
-        if self.exact or (self.a.has_samples(self.step) and self.b.has_samples(self.step)):
-            one, other = (run.samples(self.step, self.exact) for run in (self.a, self.b))
-            if one is not None and other is not None:
-                yield from self.order(one, other)
-                pairs = [*zip(one, other, strict=False)]
+        one, other = (run.samples(self.step, self.exact) for run in (self.a, self.b))
+        if one is not None and other is not None:
+            yield from self.order(one, other)
+            pairs = [*zip(one, other, strict=False)]
         for phase in (self.prompts, self.rollouts, self.rewards, self.advantages):
             yield from phase(pairs)
         yield from self.training(pairs)

@@ -8,14 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.version import InvalidVersion, Version
-
 from miles_core.errors import MilesError
 from miles_core.observe.metrics import read
 from miles_core.run.directory import LOCK
 from miles_core.version import __version__
 from miles_tools.replay.steps import DIRECTORY, FORMAT, FORMAT_FILE, check_recorded, recorded_steps
-from miles_tools.report.reading import read_json, read_yaml
+from miles_tools.report.reading import check_directory, read_json, read_yaml
 
 if TYPE_CHECKING:
     from miles_tools.replay import Replay
@@ -31,12 +29,15 @@ def open_run(directory: Path | str) -> Path:
         MilesError: it is no run directory, is incomplete, is being written, or was written by a newer version.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise MilesError(f"{path}: no such directory; give the directory of a run, the one --save named")
+    check_directory(path)
     if missing := next((name for name in FILES if not (path / name).is_file()), None):
         raise MilesError(f"{path} is not a run directory: it has no {missing}; give the one that --save named")
     _refuse_running(path)
-    _refuse_newer(path)
+    found = read_json(path / DIRECTORY / FORMAT_FILE).get("format", FORMAT)
+    if not isinstance(found, int) or found > FORMAT:
+        raise MilesError(
+            f"{path / DIRECTORY} has the format {found}, and miles-core {__version__} reads up to {FORMAT}; use a later version"
+        )
     if "defaults" not in read_yaml(path / "config.yaml"):  # which a run writes last
         raise MilesError(f"{path / 'config.yaml'} is incomplete: it ends before the defaults; restore it")
     if not any(record["step"] > 0 for record in read(path / "metrics.jsonl")):
@@ -73,17 +74,3 @@ def _refuse_running(path: Path) -> None:
             pass
         finally:
             os.close(descriptor)
-
-
-def _refuse_newer(path: Path) -> None:
-    written = str(read_json(path / "plan.json").get("core", ""))
-    with suppress(InvalidVersion):
-        if Version(written) > Version(__version__):
-            raise MilesError(
-                f"{path} was written by miles-core {written}, and this is {__version__}; use that version or a later one"
-            )
-    found = read_json(path / DIRECTORY / FORMAT_FILE).get("format", FORMAT)
-    if not isinstance(found, int) or found > FORMAT:
-        raise MilesError(
-            f"{path / DIRECTORY} has the format {found}, and miles-core {__version__} reads up to {FORMAT}; use a later version"
-        )

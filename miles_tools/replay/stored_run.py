@@ -16,15 +16,8 @@ from miles_core.observe.metrics import RESERVED, read
 from miles_tools.replay import OWN
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import read_samples, read_trained, recorded_steps, step_directory
-from miles_tools.report.reading import read_json, read_yaml
+from miles_tools.report.reading import PLACES, options_of, read_json, read_yaml
 from miles_tools.samples.files import read_file, rollout_files
-
-#: Options of where a run is stored and how it is shown, which change no step.
-_PLACES = (
-    *("save", "load", "plugins", "log_level", "keep", "save_interval", "async_save", "save_rollouts", "export_hf"),
-    *("save_rollouts_size", "profile", "profile_dir", "stop_within"),
-)
-PLACES = frozenset({*(f"run.{name}" for name in _PLACES), f"{OWN}.record_steps"})
 
 
 @dataclass(frozen=True)
@@ -90,10 +83,6 @@ class StoredRun:
         rows = read_file(self._saved[step]) if step in self._saved else None
         return None if rows is None else [_of_row(row) for row in rows]
 
-    def has_samples(self, step: int) -> bool:
-        """Whether the samples of a step are saved with rounded numbers."""
-        return step in self._saved
-
     def sums(self, step: int) -> dict[str, list[dict[str, dict[str, int]]]]:
         """Return the checksums of a step's optimizer steps: ``POLICY.RANK`` -> one mapping per optimizer step."""
         return {name: data["steps"] for name, data in self._sum_files(step, "sums").items()}
@@ -116,13 +105,17 @@ class StoredRun:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Option -> value, defaults included."""
-        return _flatten(self._config.get("defaults") or {}) | self.chosen
+        """Option -> value, defaults included, without ``PLACES`` and the list of plugins (``plugins``)."""
+        return self._options(defaults=True)
 
     @cached_property
     def chosen(self) -> dict[str, Any]:
         """Option -> value, of those that are not defaults."""
-        return _flatten({table: values for table, values in self._config.items() if table != "defaults"})
+        return self._options(defaults=False)
+
+    def _options(self, defaults: bool) -> dict[str, Any]:
+        left_out = PLACES | {"run.plugins"}
+        return {name: value for name, value in options_of(self._config, defaults).items() if name not in left_out}
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -143,17 +136,6 @@ class StoredRun:
             name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
         }
         return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
-
-
-def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``table.option`` -> value, without ``PLACES``."""
-    return {
-        path: value
-        for table, values in tables.items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
-        if (path := f"{table}.{name}") not in PLACES
-    }
 
 
 def _of_sample(sample: Sample, log_probs: Any, advantages: Any) -> StoredSample:

@@ -6,7 +6,6 @@ A plugin declares ``Panel(kind="grid")`` with a pattern of file names in place o
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 from miles_core.errors import MilesError
 from miles_core.plugin.panel import Panel
-from miles_tools.report.plots import INK, TITLE
+from miles_tools.report.plots import INK, open_image
 
 #: Rows whose names are shown.
 _NAMED = 16
@@ -52,22 +51,14 @@ def _check(grid: Any) -> dict[str, Any]:
 def draw_grid(panel: Panel, grid: Mapping[str, Any]) -> bytes:
     """Draw a grid of ``find_grids`` as a PNG image."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     values = [[math.nan if v is None else v for v in row] for row in grid["values"]]
-    buffer = io.BytesIO()
-    with rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(5.4, 3.0), dpi=170, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_title(panel.title, loc="left", pad=10, **TITLE)
+    with rc_context({"text.parse_math": False}), open_image(panel.title) as (axes, png):
         image = axes.imshow(values or [[math.nan]], aspect="auto", interpolation="nearest", cmap="cividis")
         step = math.ceil(max(len(values), 1) / _NAMED)
         axes.set_yticks(range(0, len(values), step), [str(name) for name in grid["names"][::step]])
         axes.set_xlabel(grid["columns"], fontsize=9, color=INK)
         axes.set_ylabel(grid["rows"], fontsize=9, color=INK)
-        axes.tick_params(labelsize=9, colors=INK, length=3)
-        figure.colorbar(image, ax=axes, label=panel.unit or None).ax.tick_params(labelsize=9, colors=INK)
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+        bar = axes.figure.colorbar(image, ax=axes, label=panel.unit or None)
+        bar.ax.tick_params(labelsize=9, colors=INK)
+    return png.getvalue()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -23,7 +24,6 @@ from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -155,27 +155,43 @@ def draw(panel: Panel, records: Records) -> bytes:
     """Draw a panel as a PNG image."""
     from matplotlib import rc_context
 
-    buffer = io.BytesIO()
-    with rc_context({"text.parse_math": False}):  # names may contain dollar signs
-        make_figure(panel, records).savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    # names may contain dollar signs
+    with rc_context({"text.parse_math": False}), open_image(panel.title) as (axes, png):
+        plot(axes, panel, records)
+    return png.getvalue()
 
 
-def make_figure(panel: Panel, records: Records) -> Figure:
-    """Draw a panel as a figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.4, 3.0), dpi=170, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+def plot(axes: Axes, panel: Panel, records: Records) -> None:
+    """Draw a panel into axes."""
     _style(axes, panel)
     if panel.kind == "stack":
         _stack(axes, panel, records)
     else:
         _lines(axes, panel, records)
     _finish(axes, panel)
-    return figure
+
+
+@contextmanager
+def open_image(title: str, width: float = 5.4, height: float = 3.0) -> Iterator[tuple[Axes, io.BytesIO]]:
+    """Context that yields the axes of an image with a title, and the buffer that has it as PNG afterwards. width, height: inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=170, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, buffer = figure.add_subplot(), io.BytesIO()
+    axes.set_title(title, loc="left", pad=10, **TITLE)
+    axes.tick_params(labelsize=9, colors=INK, length=3)
+    yield axes, buffer
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+
+
+def add_grid(axes: Axes) -> None:
+    """Draw horizontal lines behind the data, and no frame at the top and at the right."""
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
@@ -240,15 +256,10 @@ def _stack(axes: Axes, panel: Panel, records: Records) -> None:
 
 
 def _style(axes: Axes, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", pad=10, **TITLE)
     axes.set_xlabel("step", fontsize=9, color=INK)
     if panel.unit:
         axes.set_ylabel(panel.unit, fontsize=9, color=INK)
-    axes.tick_params(labelsize=9, colors=INK, length=3)
-    axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    add_grid(axes)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#9aa5b1")
 

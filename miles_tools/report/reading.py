@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe import environment, metrics
@@ -26,6 +29,22 @@ METRICS, PLAN, CONFIG = "metrics.jsonl", "plan.json", "config.yaml"
 MOST = 8
 #: Files and folders whose changes are noticed.
 _FOLLOWED = (METRICS, PLAN, CONFIG, environment.FILE, ENDING, BUDGET_FILE, *(f"{DIRECTORY}/{kind}" for kind in KINDS))
+#: Options of where a run is stored and how it is shown, which change no step.
+_PLACES = (
+    *(
+        "save",
+        "load",
+        "log_level",
+        "keep",
+        "save_interval",
+        "async_save",
+        "save_rollouts",
+        "save_rollouts_size",
+        "export_hf",
+    ),
+    *("profile", "profile_dir", "stop_within"),
+)
+PLACES = frozenset({*(f"run.{name}" for name in _PLACES), "replay.record_steps"})
 #: Bytes before the position in ``metrics.jsonl`` that must still be the same to continue there.
 _KNOWN = 64
 
@@ -197,20 +216,11 @@ def check_directory(directory: Path) -> None:
             f"{directory} is not a run directory: it has neither {METRICS}, {PLAN} nor {CONFIG}; give the one --save named"
         )
     core = read_json(directory / PLAN).get("core")
-    if isinstance(core, str) and _release(core) > _release(__version__):
-        raise MilesError(
-            f"{directory} was written by miles-core {core}, and this is {__version__}, which may misread it; install miles-core {core}"
-        )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the first numbers of a version; () if it has none."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    with suppress(InvalidVersion):
+        if core is not None and Version(str(core)) > Version(__version__):
+            raise MilesError(
+                f"{directory} was written by miles-core {core}, and this is {__version__}, which may misread it; install miles-core {core}"
+            )
 
 
 def holds(file: Path) -> Callable[[str], bool]:
@@ -243,10 +253,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
 
 
-def option(config: Mapping[str, Any], table: str, key: str) -> Any:
-    """Return an option's value, set or default; None if there is none."""
-    for part in (config, config.get("defaults") or {}):
-        values = part.get(table) if isinstance(part, Mapping) else None
-        if isinstance(values, Mapping) and key in values:
-            return values[key]
-    return None
+def options_of(config: Mapping[str, Any], defaults: bool = True) -> dict[str, Any]:
+    """Return ``table.option`` -> value, from the contents of ``config.yaml``. defaults: also options that the user did not set."""
+    of_defaults = config.get("defaults")
+    tables = [*of_defaults.items()] if defaults and isinstance(of_defaults, Mapping) else []
+    tables += [(table, values) for table, values in config.items() if table != "defaults"]
+    return {
+        f"{table}.{name}": v for table, values in tables if isinstance(values, Mapping) for name, v in values.items()
+    }

@@ -12,12 +12,11 @@ from pathlib import Path
 from miles_core.errors import MilesError
 from miles_core.plugin.discovery import discover
 from miles_tools.output_file import make_folder, write_file
-from miles_tools.report.drawing import draw_all
 from miles_tools.report.grids import draw_grid, find_grids
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.page import clean, gather, put_inside
-from miles_tools.report.plots import panels
-from miles_tools.report.reading import RunReader, open_runs, option
+from miles_tools.report.plots import draw, panels
+from miles_tools.report.reading import RunReader, open_runs, options_of
 from miles_tools.report.selection import select_samples
 
 HTML, COMPARISON = "report.html", "compare.html"
@@ -55,7 +54,7 @@ def _write_page(runs: Sequence[RunReader], target: Path) -> Path:
     problems: dict[int, str] = {}
     samples = []
     for number, run in enumerate(runs):
-        found, damaged, files = select_samples(run, number, len(runs), option(run.config, "reward", "reward_key"))
+        found, damaged, files = select_samples(run, number, len(runs), options_of(run.config).get("reward.reward_key"))
         samples += found
         if damaged:
             problems[number] = f"{damaged} of {files} files with samples are damaged and left out."
@@ -70,7 +69,7 @@ def _draw(run: RunReader) -> dict[str, bytes]:
     chosen = panels(run.records, [panel for panel in declared if panel.kind != "grid"])
     images = {panel.name: draw_grid(panel, grid) for panel, grid in find_grids(run.directory, declared)}
     images |= {BUDGET: draw_budget(run.budget)} if run.budget else {}
-    return draw_all(chosen, run.records) | images
+    return {panel.name: draw(panel, run.records) for panel in chosen} | images
 
 
 def _write_images(directory: Path, images: Mapping[str, bytes]) -> None:

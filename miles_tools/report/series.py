@@ -1,6 +1,6 @@
 """The data of the page's plots: which plots there are, and their lines with bands, down-sampled.
 
-Runs whose options differ only in seeds (and in where they write) form a group: one line with their mean and a band from the lowest to
+Runs whose options differ only in seeds (and in where they write, ``PLACES``) form a group: one line with their mean and a band from the lowest to
 the highest. With one group, a plot has all lines of its panel; with several groups, one plot per metric has a line per group.
 """
 
@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from miles_core.observe.metrics import series
 from miles_core.plugin.panel import Panel
 from miles_tools.report.grids import find_grids
 from miles_tools.report.plots import moves, panels, without_huge, without_warm_start
-from miles_tools.report.reading import RunReader
+from miles_tools.report.reading import PLACES, RunReader, options_of
 
 #: Maximum number of points of a line. More steps are joined: a point is their mean, and its band goes from the lowest to the highest.
 POINTS = 600
 #: Number of plots under the first heading.
 OVERVIEW = 3
-#: Options that do not make a run another experiment.
-_PLACES = ("run.save", "run.load")
 
 
 @dataclass(frozen=True)
@@ -34,15 +31,6 @@ class Group:
     runs: Sequence[RunReader]
 
 
-def flatten(tables: Mapping[str, Any]) -> dict[str, str]:
-    """Return option -> value as text, of a configuration with its ``defaults``."""
-    parts = chain(
-        (tables.get("defaults") or {}).items() if isinstance(tables.get("defaults"), Mapping) else (), tables.items()
-    )
-    entries = ((table, values) for table, values in parts if table != "defaults" and isinstance(values, Mapping))
-    return {f"{table}.{name}": str(value) for table, values in entries for name, value in values.items()}
-
-
 def versions(run: RunReader) -> dict[str, str]:
     """Return plugin -> version, from the plan of a run."""
     plugins = run.plan.get("plugins") or ()
@@ -51,14 +39,14 @@ def versions(run: RunReader) -> dict[str, str]:
 
 def list_differences(runs: Sequence[RunReader]) -> list[tuple[str, list[str]]]:
     """Return (option, its value in each run) for options and versions of plugins that differ; "-" where a run has none."""
-    found = [flatten(run.config) | versions(run) for run in runs]
+    found = [{n: str(v) for n, v in options_of(run.config).items()} | versions(run) for run in runs]
     rows = [(name, [each.get(name, "-") for each in found]) for name in sorted({n for each in found for n in each})]
-    return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _PLACES]
+    return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in ("run.save", "run.load")]
 
 
 def group_runs(runs: Sequence[RunReader]) -> list[Group]:
     """Return the groups in the order of their first runs."""
-    rows = [(name, values) for name, values in list_differences(runs) if not name.endswith("seed")]
+    rows = [(name, values) for name, values in list_differences(runs) if not (name.endswith("seed") or name in PLACES)]
     members: dict[tuple[str, ...], list[RunReader]] = {}
     for number, run in enumerate(runs):
         members.setdefault(tuple(values[number] for _, values in rows), []).append(run)

@@ -13,7 +13,7 @@ from miles_core.observe import environment as env
 from miles_core.observe.metrics import names, series
 from miles_core.observe.terminal import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
-from miles_tools.report.reading import RunReader, option
+from miles_tools.report.reading import RunReader, options_of
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -28,7 +28,7 @@ _FACT = ("name", "value", "origin", "flag")
 
 def describe_run(run: RunReader) -> dict[str, Any]:
     """Return what the page shows of a run besides its plots and samples, as JSON types."""
-    total = option(run.config, "rollout", "num_rollout")
+    total = options_of(run.config).get("rollout.num_rollout")
     total = total if isinstance(total, int) else None
     return {
         "label": run.label,
@@ -144,11 +144,7 @@ def list_workers(records: Records) -> list[dict[str, Any]]:
 
 def list_changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options that the user set (the effective configuration lists others under ``defaults``)."""
-    rows = []
-    for table, values in config.items():
-        if table != "defaults" and isinstance(values, Mapping):
-            rows += [(f"{table}.{key}", _as_text(value)) for key, value in values.items()]
-    return rows
+    return [(name, _as_text(value)) for name, value in options_of(config, defaults=False).items()]
 
 
 def _as_text(value: Any) -> str:

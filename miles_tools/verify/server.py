@@ -51,7 +51,6 @@ class Server:
 
     Args:
         url: the address without a path of the protocol.
-        model: name of the model for the protocol; "" if it needs none.
 
     Attributes:
         added: tokens that the server puts before the given ones, according to its last score.
@@ -59,8 +58,8 @@ class Server:
 
     protocol: str
 
-    def __init__(self, url: str, model: str = "") -> None:
-        self.url, self.model = url, model
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.added: list[int] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Row]:
@@ -186,8 +185,9 @@ class OpenAiServer(Server):
 
     protocol = "OpenAI /v1/completions"
 
-    def __init__(self, url: str, model: str = "") -> None:
-        super().__init__(url, model)
+    def __init__(self, url: str, model: str) -> None:
+        super().__init__(url)
+        self.model = model
         self._plain = False  # the server refuses fields that OpenAI's interface does not have
 
     def _complete(self, prompt: Any, options: Mapping[str, Any], more: Mapping[str, Any]) -> list[Any]:
@@ -293,9 +293,8 @@ def connect(url: str, model: str | None = None) -> Server:
     base = url.rstrip("/").removesuffix("/v1").removesuffix("/generate").rstrip("/")
     if model is None and _is_sglang(base):
         return SglangServer(base)
-    server = OpenAiServer(base)
     try:
-        names = [str(entry["id"]) for entry in server.ask("/v1/models", seconds=30.0)["data"]]
+        names = [str(entry["id"]) for entry in Server(base).ask("/v1/models", seconds=30.0)["data"]]
     except _RefusedError as error:
         raise ServerError(
             f"{error}; the server has neither SGLang's /get_model_info nor OpenAI's /v1/models"
@@ -306,14 +305,13 @@ def connect(url: str, model: str | None = None) -> Server:
         raise ConfigError(f"{FLAG} {redact(base)} serves {', '.join(names) or 'no model'}: choose one with --url-model")
     if model is not None and model not in names:
         raise ConfigError(f"--url-model {model}: {redact(base)} serves {', '.join(names) or 'no model'}")
-    server.model = model or names[0]
-    return server
+    return OpenAiServer(base, model or names[0])
 
 
 def _is_sglang(base: str) -> bool:
     for path in ("/get_model_info", "/model_info"):
         try:
-            found = SglangServer(base).ask(path, seconds=30.0)
+            found = Server(base).ask(path, seconds=30.0)
         except _RefusedError:
             continue
         if isinstance(found, Mapping) and "model_path" in found:

@@ -27,7 +27,6 @@ from miles_core.mismatch.budget import KERNELS, Budget, Cause, divide
 from miles_core.mismatch.gap import LogProbs, measure
 from miles_core.mismatch.generated import judge_draws
 from miles_core.mismatch.probe import PLAIN_PROMPTS, RESPONSE_TOKENS
-from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_core.redact import redact
 from miles_core.rollout.sampling import training_sampling
@@ -232,10 +231,8 @@ class _Division:
         if processing.plain:
             return self.wide[len(self.found.texts) :]
         if self.columns is None:
-            content = model_config(self.reference.config.model.hf_checkpoint) or {}
-            vocabulary = next(f.value for f in config_facts(content) if f.name == "model.vocab_size")
             names = ("top_tokens", "top_log_probs", "log_normalizer")
-            self.columns = await self.reference.columns(self.samples, names, top_k=int(vocabulary))
+            self.columns = await self.reference.columns(self.samples, names, top_k=self.found.vocabulary)
         return [
             processing.apply(s, c["top_tokens"], c["top_log_probs"], c["log_normalizer"])
             for s, c in zip(self.samples, self.columns, strict=True)

@@ -14,7 +14,6 @@ from miles_core.errors import MilesError
 from miles_core.mismatch.budget import Cause
 from miles_core.mismatch.probe import probe_prompts
 from miles_core.mismatch.probe_text import probe_text
-from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_tools.verify.reference import Reference
 from miles_tools.verify.server import Row, Server, ServerError
@@ -32,12 +31,14 @@ class Measured:
     """What a server returned.
 
     Attributes:
+        vocabulary: number of tokens of the checkpoint.
         groups: generated samples with ``rollout_log_probs``: one after another, again, and in one request (empty if refused).
         texts: samples of given tokens.
         scored: the server's log-probs of ``texts`` and then of all generated samples at temperature 1; None if it cannot score.
         missing: causes that cannot be measured.
     """
 
+    vocabulary: int
     groups: list[list[Sample]]
     texts: list[Sample]
     scored: list[np.ndarray] | None
@@ -51,11 +52,11 @@ class Measured:
 
 def measure_server(server: Server, reference: Reference, sampling: Sampling) -> Measured:
     """Let the server generate and score."""
+    run = reference.run
     config = model_config(reference.config.model.hf_checkpoint) or {}
-    facts = {fact.name: fact.value for fact in config_facts(config)}
-    vocabulary = int(facts["model.vocab_size"] or len(reference.run.tokenizer))
-    context = int(reference.config.rollout.max_context_len or reference.run.plan.fact("model.context") or 2048)
-    prompts = [list(p.tokens) for p in probe_prompts(reference.run) if p.tokens]
+    vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
+    context = int(reference.config.rollout.max_context_len or run.plan.fact("model.context") or 2048)
+    prompts = [list(p.tokens) for p in probe_prompts(run) if p.tokens]
     text = probe_text(config, prompts, vocabulary, context, True)
     draw = np.random.default_rng(
         secrets.randbits(32)
@@ -85,7 +86,7 @@ def measure_server(server: Server, reference: Reference, sampling: Sampling) -> 
         scored = [server.score(s.tokens)[-s.response_length :] for s in rows_to_score]
     except ServerError as error:
         missing.append(Cause("scores of given tokens, so decoding is not told apart from the model", why=str(error)))
-    return Measured(groups, texts, scored, missing)
+    return Measured(vocabulary, groups, texts, scored, missing)
 
 
 def _samples(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Sample]:

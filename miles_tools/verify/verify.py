@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.mismatch.at_sync import check_version, check_versions_of, score
+from miles_core.mismatch.at_sync import check_version, check_versions_of
 from miles_core.mismatch.budget import Budget, budget, in_this_process
 from miles_core.mismatch.gap import Gap, measure
+from miles_core.mismatch.movement import can_score, score_each
 from miles_core.mismatch.probe import ProbePrompt, bare, probe, probe_prompts
 from miles_core.precision.quantizer import SideParity
 from miles_tools.verify.layers import LayerComparison, compare_rows, find_models, record_rows
@@ -121,8 +122,8 @@ async def verify_policy(
     with record_rows(models[1]) as of_trainer:
         trainer = await parts.learner.log_probs(samples)
     alone = [bare(s) for s in samples]
-    cannot = any(s.fields.get("sampling_support") or s.media for s in samples)
-    scored = None if cannot else await score(run, parts, alone)
+    cannot = not can_score(run, parts) or any(s.fields.get("sampling_support") or s.media for s in samples)
+    scored = None if cannot else next(iter((await score_each(run, parts, alone)).values()))
     return Verification(
         policy=policy.name,
         tolerance=run.config.run.verify_logprobs_tolerance,

@@ -10,7 +10,7 @@ from typing import Any
 
 from miles_core.errors import MilesError
 from miles_tools.report.page import clean, gather, refresh
-from miles_tools.report.reading import open_runs, option
+from miles_tools.report.reading import open_runs, options_of
 from miles_tools.report.samples import SampleStore
 
 #: The overview is made again after at least this many times the seconds that it took.
@@ -56,7 +56,7 @@ class WatchedRuns:
                 raise
             self._data["runs"][0]["problem"] = str(error)
         for run, store in zip(self.runs, self.stores, strict=True):
-            store.reward_key = option(run.config, "reward", "reward_key")
+            store.reward_key = options_of(run.config).get("reward.reward_key")
         self._shown = self._states()
         self._version = f"{time.time_ns():x}"
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from miles_workers.servers.errors import NotReachable, ServerError, ServerLeft, ServersLost
     from miles_workers.servers.member import Member, Server
     from miles_workers.servers.metrics import PoolMetrics, PoolNews, report_news
-    from miles_workers.servers.plan import describe_shared_server, find_shared_servers, find_url_problems
+    from miles_workers.servers.plan import check_servers, find_shared_servers, find_url_problems
     from miles_workers.servers.pool import ServerPool
     from miles_workers.servers.same_model import SameModel
     from miles_workers.servers.served_adapter import ADAPTER, ServedAdapter
@@ -34,7 +34,7 @@ __all__ = [
     "ServersLost",
     "Shared",
     "Use",
-    "describe_shared_server",
+    "check_servers",
     "find_shared_servers",
     "find_url_problems",
     "report_news",
@@ -47,7 +47,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.servers.errors": "NotReachable ServerError ServerLeft ServersLost",
         "miles_workers.servers.member": "Member Server",
         "miles_workers.servers.metrics": "PoolMetrics PoolNews report_news",
-        "miles_workers.servers.plan": "describe_shared_server find_shared_servers find_url_problems",
+        "miles_workers.servers.plan": "check_servers find_shared_servers find_url_problems",
         "miles_workers.servers.pool": "ServerPool",
         "miles_workers.servers.same_model": "SameModel",
         "miles_workers.servers.served_adapter": "ADAPTER ServedAdapter",

@@ -1,4 +1,4 @@
-"""Plan checks of the option with the addresses of servers. Imports no torch."""
+"""Checks of the option with the addresses of servers, of a plan and of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from miles_core.errors import ConfigError
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.problem import Problem, describe_fact
+from miles_core.redact import redact
 from miles_workers.servers.server_list import ServerList
 
 
@@ -54,12 +55,31 @@ def find_shared_servers(facts: Facts, engine: str) -> Iterator[Problem]:
             values = tuple(describe_fact(facts.scope(each).lookup(option)) for each in (other, name))
             choices = (option, "lora.sync") if facts.value("plugin.lora") else (option,)
             tries = partial(list[dict[str, Any]], [{"lora.sync": "adapter"}] if len(choices) > 1 else [])
-            why = describe_shared_server(other, name, engine)
+            why = _describe_shared_server(other, name, engine)
             yield Problem(engine, "one policy per server", why, values, choices=choices, tries=tries)
             return
 
 
-def describe_shared_server(one: str, other: str, engine: str) -> str:
+def check_servers(run: Any, policy: Any, engine: str) -> None:
+    """Raise ConfigError if another policy, also one that a plugin added after the plan, sends whole weights to the policy's servers.
+
+    Args:
+        run, policy: of the engine that is made.
+        engine: as for ``find_url_problems``.
+    """
+
+    def addresses(each: Any) -> set[str]:
+        config = run.config_of(each)
+        return {url.strip(" /") for url in config.plugin(engine).url or ()} if config.run.engine == engine else set()
+
+    own = addresses(policy)
+    for other in run.policies if own and run.config_of(policy).run.transport != "adapter" else ():
+        if other is not policy and other.generates and own & addresses(other):
+            why = _describe_shared_server(other.name, policy.name, engine)
+            raise ConfigError(f"--{engine}-url {','.join(map(redact, sorted(own)))}: {why}")
+
+
+def _describe_shared_server(one: str, other: str, engine: str) -> str:
     """Explain why two policies that are sent whole cannot be on the same servers, and what to do."""
     return (
         f"the policies {one} and {other} would each send all of their weights to the same servers and replace the other's: train adapters "

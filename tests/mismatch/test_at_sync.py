@@ -1,14 +1,9 @@
-import asyncio
 import json
-from contextlib import nullcontext
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from miles_core.data.weight_unit import Encoded
-from miles_core.errors import MismatchError
 from miles_core.mismatch import at_sync as v
 from miles_core.mismatch.budget import WEIGHTS
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -162,74 +157,3 @@ def test_a_change_of_number_format_is_no_stale_engine(toy_run):
     assert len(values(run, "verify/moved")) == 1
     causes = json.loads((run.directory / v.BUDGET_FILE).read_text())["causes"]
     assert WEIGHTS not in [c["name"] for c in causes]  # at version 0 nothing was quantised
-
-
-def said(arrays):
-    """Something that answers with one of these each time it is asked."""
-    answers = iter(arrays)
-
-    async def ask(*args):
-        return [next(answers)]
-
-    return ask
-
-
-@pytest.mark.parametrize(("noise", "judged"), [(1e-3, False), (0.0, True)])
-def test_a_step_that_only_unsure_tokens_show_is_not_judged_by_the_others(noise, judged):
-    """A confident model in low precision: nearly all tokens hold rounding, a few moved by more than all mismatch together."""
-    draw = np.random.default_rng(0)
-    unsure = np.arange(94) >= 90
-    step = np.where(unsure, 0.5, draw.normal(size=94) * 1e-3)
-    before, rounding = np.zeros(94), draw.normal(size=(2, 94)) * noise
-    engine_before, trainer = before + rounding[0], before + step
-    engine = trainer + rounding[1] if not judged else before + unsure * 0.5
-    sample = SimpleNamespace(tokens=[0] * 95, prompt_length=1, media=())
-    last = v.Earlier([], [sample], [before], [engine_before], "formats", False)
-    capable = SimpleNamespace(capabilities={"score"}, score=said([engine]))
-    parts = SimpleNamespace(
-        precisions="formats",
-        policy=SimpleNamespace(version=1),
-        serving=capable,
-        learner=SimpleNamespace(log_probs=said([trainer])),
-    )
-    run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
-    if judged:
-        with pytest.raises(MismatchError, match="stale weights"):
-            asyncio.run(v.movement(run, parts, last))
-    else:
-        asyncio.run(v.movement(run, parts, last))  # raises nothing
-
-
-def test_medians_at_rounding_size_do_not_call_an_engine_stale():
-    """Most tokens moved by the last place of float32 on one side and not at all on the other; those that moved agree."""
-    tokens = 100
-    moved = np.arange(tokens) < 18
-    step = np.where(moved, np.linspace(1e-4, 3e-4, tokens), 4.77e-7)
-    change = np.where(moved, step, 0.0)
-    before = np.zeros(tokens)
-    sample = SimpleNamespace(tokens=[0] * (tokens + 1), prompt_length=1, media=())
-    last = v.Earlier([], [sample], [before], [before], "formats", False)
-    run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
-
-    def parts(engine):
-        return SimpleNamespace(
-            precisions="formats",
-            policy=SimpleNamespace(version=1),
-            serving=SimpleNamespace(capabilities={"score"}, score=said([engine])),
-            learner=SimpleNamespace(log_probs=said([step])),
-        )
-
-    assert asyncio.run(v.movement(run, parts(change), last)) == pytest.approx(1, abs=0.01)
-    with pytest.raises(MismatchError, match="still serves the previous weights"):
-        asyncio.run(v.movement(run, parts(before), last))
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_movements_that_are_rounding_on_both_sides_are_not_judged(stale):
-    """After a small step the rounding of a mixture of experts changes scores by more than the step. A stale engine's scores stay."""
-    draw = np.random.default_rng(0)
-    step, change, mismatch = draw.normal(size=(3, 248)) * [[0.03], [0.03], [0.06]]
-    policy, before = SimpleNamespace(version=4), np.zeros(248)
-    engine = [before + mismatch], [before + mismatch + (0 if stale else change - 0.3 * step)]
-    with pytest.raises(MismatchError, match="still serves the previous weights") if stale else nullcontext():
-        assert v.check_movement(policy, "", ([before], [step]), engine) is None

@@ -142,7 +142,7 @@ def test_stale_weights(with_parts):
 
     found = with_parts(stale)
     assert shares(found)[b.STALE] == pytest.approx(1, abs=1e-3)
-    assert [c.name for c in found.missing()] == [b.ROUTING]
+    assert [c.name for c in found.causes if c.why] == [b.ROUTING]
 
 
 def test_stale_weights_in_a_number_format_are_two_causes(with_parts):
@@ -211,7 +211,7 @@ def test_an_engine_elsewhere_is_emulated(with_parts):
     assert min(c.abs_delta for c in found.causes if c.name in (b.WEIGHTS, b.ACTIVATIONS, b.CACHE)) > 0.02
     assert part[b.UNEXPLAINED] == pytest.approx(0, abs=0.02)
     assert b.KERNELS not in part
-    why = next(c.why for c in found.missing() if c.name == b.STALE)
+    why = next(c.why for c in found.causes if c.name == b.STALE)
     assert why == "the engine runs in another process, no weights of an earlier version were kept"
 
 
@@ -279,7 +279,7 @@ def test_samples_of_some_workers_are_older(with_parts):
     stamped, claimed, unknown = with_parts(body)
     assert shares(stamped)[b.STALE] == pytest.approx(1, abs=1e-3)
     assert shares(claimed)[b.STALE] == pytest.approx(1, abs=1e-3)
-    why = next(c.why for c in unknown.missing() if c.name == b.STALE)
+    why = next(c.why for c in unknown.causes if c.name == b.STALE)
     assert "the weights kept are version 0's, and the samples are of version -7" in why
 
 

@@ -8,7 +8,7 @@ import pytest
 from miles_core import defaults
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch import first_steps, tolerance
+from miles_core.mismatch import first_steps
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_speculative.checkpoint import with_mtp
@@ -79,7 +79,7 @@ def test_it_is_off_with_no_self_check(toy_run, monkeypatch):
 def test_a_difference_near_the_bound_is_decided_by_three_steps(toy_run, monkeypatch, steps):
     found = iter([0.06, 0.01, 0.05, 0.01])
     monkeypatch.setattr(first_steps, "measure", lambda s, t, mask: np.r_[np.full(9, 0.0), 10 * next(means)])
-    monkeypatch.setattr(tolerance.Tolerance, "mean", 0.03)  # the bound
+    monkeypatch.setattr(first_steps, "first_step_bound", lambda engine, trainer: 0.045)
     means = (value for value in found for _ in range(8))  # of the 8 samples of a step
     with pytest.raises(MismatchError, match=r"tokens of step 3.* by 0.05 nats .*median 0.05 over 3 steps"):
         toy_run(steps=5, self_check=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from miles_core.config.load import load
-from miles_core.mismatch.tolerance import Side, tolerance
+from miles_core.mismatch.tolerance import Side, first_step_bound
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.load import import_target
 from miles_core.plugin.rule import Truth, evaluate
@@ -66,6 +66,6 @@ def test_a_format_that_declares_no_error(tmp_path):
     assert "the manifest of mine declares no error" in line
 
 
-def test_the_bound_is_the_one_of_the_check():
-    sides = Side("bfloat16"), Side("bfloat16")
-    assert tolerance(*sides).first_step == pytest.approx(1.5 * tolerance(*sides).mean)
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.0017), ("bfloat16", 0.11)])
+def test_the_bounds_of_the_documentation(dtype, bound):
+    assert first_step_bound(Side(dtype), Side(dtype)) == pytest.approx(bound, rel=0.05)

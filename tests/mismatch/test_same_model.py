@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from miles_core.errors import CheckpointError
-from miles_core.mismatch.same_model import COMPARED, check_same_model
+from miles_core.mismatch.same_model import COMPARED, compare_models
 from miles_core.plugin.detect import model_facts
 from miles_embedded.model.load import facts_of
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
@@ -84,16 +84,16 @@ def test_every_familys_checkpoint_and_module_say_the_same(family, tmp_path):
 def sides(trainer, engine, checkpoint):
     run = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(trainer="t", engine="e")))
     policy = SimpleNamespace(hf_checkpoint=str(checkpoint))
-    return run, policy, SimpleNamespace(model_facts=lambda: trainer), SimpleNamespace(model_facts=lambda: engine)
+    return run, policy, trainer, engine
 
 
 def test_a_side_that_says_nothing_is_not_compared(tmp_path):
     path = tiny_checkpoint("qwen3_moe", tmp_path / "model")
-    check_same_model(*sides({}, {}, path))
-    check_same_model(*sides({"model.top_k": 2}, {"model.num_experts": 4}, path))
+    compare_models(*sides({}, {}, path))
+    compare_models(*sides({"model.top_k": 2}, {"model.num_experts": 4}, path))
 
 
 def test_engine_and_trainer_are_compared_where_config_json_is_silent(tmp_path):
     path = tiny_checkpoint("qwen3", tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"the trainer \(t\) and the engine \(e\) .* model.top_k is 2 and 4"):
-        check_same_model(*sides({"model.top_k": 2}, {"model.top_k": 4}, path))
+        compare_models(*sides({"model.top_k": 2}, {"model.top_k": 4}, path))

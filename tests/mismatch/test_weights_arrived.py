@@ -131,3 +131,24 @@ def test_an_engine_that_can_do_neither_is_reported(toy_run, monkeypatch, caplog)
 
 def test_the_manifest_declares_the_capability():
     assert "weight_checksums" in {c.name for c in EMBEDDED.list_capabilities("engine")}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("checks", [{"self_check": True}, {"verify_logprobs": True, "verify_logprobs_tolerance": 5}])
+def test_one_stale_engine_of_several_is_named(checks, number, toy_run, unknown_layout, monkeypatch):
+    begin, engines = Weights.begin_update, []
+
+    def keep(self, share=False):
+        update = begin(self, share)
+        if not any(self is other for other in engines):
+            engines.append(self)
+        if self.version >= 0 and self is engines[number]:
+            take = update.take
+            update.take = lambda units: take(u for u in units if update._loader._find_view(u.name) is None)
+        return update
+
+    monkeypatch.setattr(Weights, "begin_update", keep)
+    with pytest.raises(
+        MismatchError, match=rf"stale weights: version 1 .*\(engine-{number}\).* still serves the previous"
+    ):
+        toy_run([remote.__file__], runtime="remote", remote_engines=2, steps=3, lr=1e-2, **checks)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts, redact
+from miles_core.plugin import ConfigError, StateKey, config_facts, model_facts
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
 from miles_sglang import inside, loader, plugin, standby
@@ -30,8 +30,8 @@ from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.shared import SharedLink
 from miles_sglang.spawn import EARLY, Spawned
-from miles_workers import Restarts, Routing, choices_of_run, language_config, policies_sharing, worker_name
-from miles_workers.servers import SameModel, Shared, describe_shared_server, report_news, share
+from miles_workers import Restarts, choices_of_run, language_config, policies_sharing, worker_name
+from miles_workers.servers import SameModel, Shared, check_servers, report_news, share
 from miles_workers.transport import WeightNames
 
 if TYPE_CHECKING:
@@ -69,11 +69,9 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
     from miles_embedded import find_processor  # imports Transformers
 
-    tokenizer, early = run.tokenizer, run.state.get(EARLY, {})
+    check_servers(run, policy, plugin.name)
+    early = run.state.get(EARLY, {})
     config = run.config_of(policy)
-
-    def detokenize(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def codec_of(precision: str) -> Codec:
         return make_codec(run, policy, precision)
@@ -82,21 +80,12 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
     check_blocks(language_config(checkpoint), codec_of(config.rollout.precision))
     choices = _choices(run, policy)
-    check_servers(run, policy, choices)
     processor = find_processor(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if config.run.transport == "adapter" else None
-    codec = make_codec(run, policy)
+    codec, detokenize = make_codec(run, policy), partial(run.tokenizer.decode, skip_special_tokens=True)
     engine = assemble(checkpoint, codec, detokenize, directory, choices, early, codec_of, processor, shared)
-    report_news(run, "sglang", engine.link.news)
+    report_news(run, plugin.name, engine.link.news)
     return engine
-
-
-def check_servers(run: Any, policy: Any, choices: Choices) -> None:
-    """Raise ConfigError if another policy, also one that a plugin added, sends whole weights to the policy's servers."""
-    for other in run.policies if choices.url and run.config_of(policy).run.transport != "adapter" else ():
-        if other is not policy and other.generates and {*choices.url} & {*_own_choices(run, other).url}:
-            why = describe_shared_server(other.name, policy.name, "sglang")
-            raise ConfigError(f"--sglang-url {','.join(map(redact, choices.url))}: {why}")
 
 
 def log_file_of(run: Any) -> Path:
@@ -128,11 +117,10 @@ def _choices(run: Any, policy: Any) -> Choices:
 def _own_choices(run: Any, policy: Any) -> Choices:
     config = run.config_of(policy)
     options = config.plugin(plugin.name)
-    device = _device(config.model.device)
+    common = choices_of_run(run, config, options)
     return Choices(
-        **choices_of_run(run, config, options),
-        arguments={**_tensor_parallel(config, device), **server_arguments(options)},
-        device=device,
+        **common,
+        arguments={**_tensor_parallel(config, common["device"]), **server_arguments(options)},
         python_path=options.python_path or "",
         share=default_share(config.run.runtime, config.run.colocate),
         trains_draft=run.plan.holds("plugin.speculative and sglang.speculative_draft_model_path"),
@@ -248,7 +236,7 @@ def _translator(
         detokenize,
         context,
         int(config["vocab_size"]),
-        routing=_routing(config, choices),
+        routing=choices.routing(config),
         supports=not choices.speculative,
         seed=choices.seed if choices.keyed else None,
         versioned=choices.versioned,
@@ -265,10 +253,10 @@ def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict
         **(_ON_CPU if choices.device == "cpu" else shared | graphs),
         **model,
         "device": choices.device,
-        "dtype": _dtype(choices.dtype, choices.device),
+        "dtype": choices.computed_dtype,
         "context_length": context + _CONTEXT_SLACK,
         "max_running_requests": choices.max_running_requests,
-        "kv_cache_dtype": _KV_CACHE.get(choices.kv_cache_dtype, choices.kv_cache_dtype),
+        "kv_cache_dtype": choices.kv_cache_name,
         "random_seed": choices.seed,
         "weight_version": "-1",
         **choices.arguments,
@@ -289,10 +277,6 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         **dict.fromkeys((c.name for c in CAPABILITIES), choices.device != "cpu" and not choices.url),
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
-
-
-#: Core's names of KV cache dtypes -> SGLang's names.
-_KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: Path) -> dict[str, Any]:
@@ -316,29 +300,15 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     return waits | {"model_path": str(model), "load_format": "dummy"}
 
 
-def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
-    if not choices.arguments.get("enable_return_routed_experts"):
-        return None
-    return Routing.of(config, choices.routed_dtype)
-
-
-def _device(asked: str) -> str:
-    return asked if asked != "auto" else "cuda" if _sees_a_gpu() else "cpu"
-
-
 def _sees_a_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
-def _dtype(asked: str, device: str) -> str:
-    return asked if asked != "auto" else "float32" if device == "cpu" else "bfloat16"
-
-
 def _experts(config: Mapping[str, Any], choices: Choices) -> int:
     """Return the number of experts if SGLang records routed experts and its schedulers can report their plugin digest; else 0."""
-    if _routing(config, choices) is None or choices.arguments.get("enable_dp_attention"):
+    if choices.routing(config) is None or choices.arguments.get("enable_dp_attention"):
         return 0
     return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
 
@@ -365,7 +335,7 @@ def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str |
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
         # the states of convolutions, which SGLang otherwise keeps in BF16 whatever the model's dtype is
-        _STATES: os.environ.get(_STATES, _dtype(choices.dtype, choices.device)),
+        _STATES: os.environ.get(_STATES, choices.computed_dtype),
         _EXACT: "1" if choices.exact else None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }

@@ -14,6 +14,7 @@ from miles_sglang import tensor_messages
 from miles_sglang.answers import Answer
 from miles_sglang.choices import Choices
 from miles_sglang.link import Link
+from miles_sglang.responses import score_body
 from miles_sglang.server import FLAG, ServerLink
 from miles_workers.servers import PoolMetrics, PoolNews, SameModel, ServerList, ServerPool
 
@@ -70,14 +71,8 @@ class PoolLink(Link):
         return await self._pool.generate_each(body.get("lora_path", ""), lambda link: link.generate(body))
 
     async def _score(self, link: ServerLink) -> NDArray[Any]:
-        body = {
-            "rid": secrets.token_hex(8),
-            "input_ids": self._model.probe(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        return (await link.generate(body)).columns["prompt_log_probs"]
+        answer = await link.generate(score_body(self._model.probe(), secrets.token_hex(8)))
+        return answer.columns["prompt_log_probs"]
 
     def begin_update(self) -> None:
         self._pool.begin_update()

@@ -23,6 +23,17 @@ _NOTHING = np.zeros(0, np.float32)
 SUPPORT_CAP = 4096
 
 
+def score_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
+    """Return the body of ``generate`` that scores the tokens at temperature 1."""
+    return {
+        "rid": rid,
+        "input_ids": [int(t) for t in tokens],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
 @dataclass(frozen=True)
 class Translator:
     """Converts requests and responses of one engine.
@@ -78,14 +89,7 @@ class Translator:
         Raises:
             MilesError: see ``ImageReader.find``, or the run passes text only.
         """
-        return {
-            "rid": rid,
-            "input_ids": [int(t) for t in tokens],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            **self._images(tokens, media),
-        }
+        return {**score_body(tokens, rid), **self._images(tokens, media)}
 
     def _images(self, tokens: Sequence[int], media: tuple[Media, ...]) -> dict[str, Any]:
         if not media:

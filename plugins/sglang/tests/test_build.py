@@ -26,8 +26,9 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
         ),
     )
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
+    tokenizer = SimpleNamespace(decode=str)
     run = SimpleNamespace(
-        config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, state={}
+        config=config, config_of=lambda policy: config, fields=(), tokenizer=tokenizer, directory=tmp_path, state={}
     )
     run.plan = SimpleNamespace(holds=lambda expression: False)
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))).directory == tmp_path / below

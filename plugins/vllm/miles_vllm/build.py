@@ -31,7 +31,7 @@ from miles_workers import (
     policies_sharing,
     worker_name,
 )
-from miles_workers.servers import SameModel, Shared, report_news, share
+from miles_workers.servers import SameModel, Shared, check_servers, report_news, share
 
 #: Tokens that vLLM's context has in addition: a request that scores a full context generates a token.
 _SLACK = 1
@@ -61,14 +61,11 @@ class Choices(ProgramChoices):
 
 def make_engine(run: Any, policy: Any) -> VllmEngine:
     """Provider of ``--engine vllm``."""
-    tokenizer = run.tokenizer
-
-    def detokenize(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
+    check_servers(run, policy, plugin.name)
     choices = _choices(run, policy)
     shared = run.state.setdefault(SERVERS, {}) if run.config_of(policy).run.transport == "adapter" else None
     codec, directory = make_codec(run, policy), Path(run.directory)
+    detokenize = partial(run.tokenizer.decode, skip_special_tokens=True)
     engine = assemble(policy.hf_checkpoint, codec, detokenize, directory, choices, shared)
     report_news(run, plugin.name, engine.link.news)
     return engine
@@ -90,7 +87,6 @@ def _own_choices(run: Any, policy: Any) -> Choices:
     return Choices(
         **choices_of_run(run, config, options),
         arguments=_arguments(config, options),
-        device=_device(config.model.device),
         name="-".join(filter(None, (worker_name(), name, "vllm"))),
     )
 
@@ -116,7 +112,7 @@ def assemble(
     config = language_config(checkpoint)
     context = choices.max_context or int(config["max_position_embeddings"])
     described = layout(checkpoint, codec)
-    routing = _routing(config, choices)
+    routing = choices.routing(config)
     connect = partial(_connect, Path(checkpoint), config, described, directory, choices, context)
     link = connect() if shared is None else SharedLink(share(shared, repr((str(checkpoint), choices)), connect))
     settings = Settings(
@@ -176,23 +172,17 @@ def _arguments(config: Any, options: Any) -> dict[str, Any]:
 
 def _defaults(choices: Choices, context: int) -> dict[str, Any]:
     """Return the arguments that the engine determines, and defaults on a CPU."""
-    cpu = choices.device == "cpu"
-    dtype = choices.dtype if choices.dtype != "auto" else "float32" if cpu else "bfloat16"
-    on_cpu = {"kv_cache_memory_bytes": _CPU_CACHE, "enforce_eager": True} if cpu else {}
+    on_cpu = {"kv_cache_memory_bytes": _CPU_CACHE, "enforce_eager": True} if choices.device == "cpu" else {}
     return on_cpu | {
-        "dtype": dtype,
+        "dtype": choices.computed_dtype,
         "seed": choices.seed,
         "max_model_len": context + _SLACK,
         "max_num_seqs": choices.max_running_requests,
-        "kv_cache_dtype": _KV_CACHE.get(choices.kv_cache_dtype, choices.kv_cache_dtype),
+        "kv_cache_dtype": choices.kv_cache_name,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": receiver.NAME,
         "disable_log_stats": True,
     }
-
-
-#: Core's names of KV cache dtypes -> vLLM's names.
-_KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
@@ -203,15 +193,3 @@ def _capabilities(choices: Choices, routing: Routing | None) -> frozenset[str]:
         "routed_experts": routing is not None,
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
-
-
-def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
-    if not choices.arguments.get("enable_return_routed_experts"):
-        return None
-    return Routing.of(config, choices.routed_dtype)
-
-
-def _device(asked: str) -> str:
-    import torch
-
-    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,6 @@ The process ends if vLLM's engine dies, so that the run notices both in the same
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
@@ -24,8 +23,6 @@ from miles_core.plugin import MilesError
 NAME = "miles_vllm.host:Host"
 #: Parts of an engine -> vLLM's names of their memory.
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
-#: Seconds between two attempts to abort a request that vLLM may not have registered yet.
-_AGAIN_S = 0.02
 
 
 class StartError(MilesError):
@@ -50,7 +47,6 @@ class Host:
             self.llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
             raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
-        self._running: set[int] = set()
         self._adapters: dict[str, Any] = {}  # name -> vLLM's ``LoRARequest``
         self._ids = itertools.count(1)
         # parts without memory, and those that should have none; a part may wait for the weights, see ``_allocate``
@@ -97,14 +93,10 @@ class Host:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(**parameters, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._running.add(number)
-        try:
-            prompt = TokensPrompt(prompt_token_ids=tokens.tolist())
-            lora = self._adapters[adapter] if adapter else None
-            stream = self.llm.generate(prompt, sampling, str(number), lora_request=lora)
-            (result,) = [each async for each in stream]
-        finally:
-            self._running.discard(number)
+        prompt = TokensPrompt(prompt_token_ids=tokens.tolist())
+        lora = self._adapters[adapter] if adapter else None
+        stream = self.llm.generate(prompt, sampling, str(number), lora_request=lora)
+        (result,) = [each async for each in stream]
         made, scored = result.outputs[0], result.prompt_logprobs
         return {
             "tokens": np.array(made.token_ids, np.int32),
@@ -117,10 +109,8 @@ class Host:
         }
 
     async def abort(self, number: int) -> None:
-        """End a request; returns when it has ended."""
-        while number in self._running:
-            await self.llm.abort(str(number))
-            await asyncio.sleep(_AGAIN_S)
+        """End a request, if vLLM has registered it."""
+        await self.llm.abort(str(number))
 
     async def pause(self) -> None:
         """Stop the scheduler; the run has aborted all requests. Cached prefixes are dropped."""

@@ -18,8 +18,6 @@ from miles_vllm.requests import SCORING
 from miles_vllm.server import FLAG, Needs, ServerLink, encode
 from miles_workers.servers import PoolMetrics, PoolNews, SameModel, ServerList, ServerPool
 
-#: Seconds between two attempts to abort a request that a server may not have registered yet.
-_AGAIN_S = 0.2
 #: Most bytes of weights in a message over HTTP, which contains them as text.
 MESSAGE_BYTES = 128 << 20
 
@@ -56,7 +54,6 @@ class PoolLink(Link):
         self._pool = ServerPool(ServerList(FLAG, url), connect, startup_timeout, model, self._score_probe)
         self.news = self._pool.news
         self._prefix = secrets.token_hex(4)  # other runs may use the same server
-        self._running: set[int] = set()
         self._files = itertools.count()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "generate": self._generate,
@@ -90,21 +87,15 @@ class PoolLink(Link):
         return f"{self._prefix}-{number}"
 
     async def _generate(self, number: int, tokens: NDArray[Any], parameters: Mapping[str, Any], adapter: str) -> Any:
-        self._running.add(number)
-        try:
-            rid = self._id(number)
-            return await self._pool.generate(rid, adapter, self._asker(rid, tokens, parameters, adapter))
-        finally:
-            self._running.discard(number)
+        rid = self._id(number)
+        return await self._pool.generate(rid, adapter, self._asker(rid, tokens, parameters, adapter))
 
     @staticmethod
     def _asker(*args: Any) -> Callable[[ServerLink], Awaitable[Any]]:
         return lambda link: link.generate(*args)
 
     async def _abort(self, number: int) -> None:
-        while number in self._running:
-            await self._pool.abort(self._id(number))
-            await asyncio.sleep(_AGAIN_S if number in self._running else 0)
+        await self._pool.abort(self._id(number))
 
     async def _receive(self, message: Mapping[str, Any], version: int, last: bool) -> dict[str, Any]:
         """Send a bucket to all servers that receive the update; see ``Host.receive``."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from miles_core.plugin import SyncError
 from miles_tools.engine_server import ANSWER_SECONDS, FIRST_ANSWER_SECONDS, EngineServer
+from miles_tools.http_client import check_header
 from miles_vllm import receiver
 from miles_workers.servers import ServerError
 
@@ -99,7 +100,7 @@ class ServerLink(EngineServer):
         self._needs = needs
 
     def headers(self) -> dict[str, str]:
-        key = os.environ.get(KEY, "").strip()
+        key = check_header(os.environ.get(KEY, ""), f"the environment variable {KEY}")
         return {**super().headers(), **({"Authorization": f"Bearer {key}"} if key else {})}
 
     # -- life -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from vllm_double import stand_in_for_vllm
 from vllm_server_double import ServerDouble
 
 import miles_vllm
+from miles_core.config.load import load
 from miles_core.engine import Request, Sampling
-from miles_core.plugin import MilesError, MismatchError, PlanError, SyncError
+from miles_core.plugin import ConfigError, MilesError, MismatchError, PlanError, Policy, SyncError
 from miles_formats import Codec
 from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_testing.doubles.server import starting, write_list
 from miles_testing.engine_contract import stored_units
-from miles_vllm.build import Choices, assemble
+from miles_vllm.build import Choices, assemble, make_engine
 from miles_vllm.engine import VllmEngine
 from miles_workers.servers import ServerError, pool
 
@@ -136,7 +138,9 @@ def test_a_run_survives_a_death_and_uses_a_server_that_joins_late(
     caplog.set_level("INFO")
     first, second, late = start(), start(), start()
     url = listed(first, second)
-    second.fatal["inference/v1/generate"] = 10
+    second.fatal["inference/v1/generate"] = (
+        20  # in the first rollout: before it, the checks of the first sync call both servers
+    )
     changed = when(lambda: second.dead, lambda: listed(first, late))
     options = {"hf_checkpoint": first.checkpoint, "engine": "vllm", "device": "cpu", "vllm_url": url}
     run = toy_run([], steps=7, verify_logprobs=True, **options)
@@ -316,6 +320,12 @@ def test_the_key_is_sent(start: Start, checkpoints: list[Path], monkeypatch: Any
     used(engine_for(checkpoints[0], server.url), play)
 
 
+def test_a_key_with_a_line_break_is_refused_at_once(start: Start, checkpoints: list[Path], monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "one\ntwo")
+    with pytest.raises(ConfigError, match="the environment variable VLLM_API_KEY: the value has characters"):
+        asyncio.run(engine_for(checkpoints[0], start().url).start())
+
+
 def test_a_server_that_a_run_left_paused_continues(start: Start, checkpoints: list[Path], caplog: Any) -> None:
     server = start()
     server.llm.vllm_paused = True
@@ -357,3 +367,11 @@ def test_the_plan_refuses_what_has_no_effect(plan: Any, options: dict[str, Any],
 def test_the_plan_says_how_weights_travel(plan: Any) -> None:
     assert "over HTTP, in messages with checksums" in str(plan(engine="vllm", vllm_url="http://a:1").advice)
     assert "as files" in str(plan(engine="vllm", vllm_url="http://a:1", vllm_weights_dir="/shared").advice)
+
+
+def test_a_policy_that_a_plugin_added_is_refused_on_the_same_servers() -> None:
+    config = load(["--engine", "vllm", "--vllm-url", "http://a:1", "--hf-checkpoint", "x"])
+    added = [Policy(name="policy"), Policy(name="past", role="frozen", generates=True)]
+    run: Any = SimpleNamespace(policies=added, config_of=lambda policy: config)
+    with pytest.raises(ConfigError, match=r"^--vllm-url http://a:1: the policies past and policy would each send all"):
+        make_engine(run, added[0])

@@ -110,8 +110,8 @@ def test_runs_that_cannot_be_compared(pair, plain, tmp_path):
 
     refused(r"^\S+: this run is given twice; give different runs", a, a)
     refused(r"^\S+/nothing: no such directory", a, tmp_path / "nothing")
-    refused(r"is not a run directory: it has no config\.yaml", a, tmp_path)
-    refused(r"is not a run directory: it has no config\.yaml", a / "steps", b)
+    refused(r"is not a run directory: it has neither metrics\.jsonl", a, tmp_path)
+    refused(r"is not a run directory: it has neither", a / "steps", b)
     for name, match in (
         ("sums.policy.0.json", r"sums\.policy\.0\.json is not what a run wrote"),
         ("samples.json", r"the files of this step are damaged or incomplete"),

@@ -114,12 +114,14 @@ def test_bad_input_is_one_line_and_changes_nothing(recorded, tmp_path):
         assert before == {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
     refused(r"step 9 was not recorded; recorded: steps 1 to 3$", step=9)
-    refused(r"no such directory; give the directory of a run", tmp_path / "none")
-    refused(r"is not a run directory: it has no config\.yaml", tmp_path)
+    refused(r"no such directory; give a run directory", tmp_path / "none")
+    refused(r"is not a run directory: it has neither metrics\.jsonl, plan", tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(recorded, broken)
     config = broken / "config.yaml"
     whole = config.read_text()
+    config.unlink()
+    refused(r"is not a run directory: it has no config\.yaml", broken)
     config.write_text(whole[: whole.index("\ndefaults:")])
     refused(r"config\.yaml is incomplete: it ends before the defaults; restore it$", broken)
     config.write_text(whole)
@@ -134,11 +136,11 @@ def test_bad_input_is_one_line_and_changes_nothing(recorded, tmp_path):
     plan = json.loads((broken / "plan.json").read_text())
     (broken / "plan.json").write_text(json.dumps({**plan, "core": "99.0"}))
     refused(r"was written by miles-core 99\.0", broken)
+    (broken / "plan.json").write_text(json.dumps(plan))
     with (broken / ".lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused(r"is writing this run; wait until it has ended", broken)
     shutil.rmtree(broken / "steps")
-    (broken / "plan.json").write_text(json.dumps(plan))
     refused(r"this run recorded no step; record steps with --record-steps$", broken)
 
 

@@ -49,6 +49,15 @@ def test_equal_runs_say_so_and_paths_are_shortened(tmp_path):
     assert shorten_paths([one, two]) == ["a/run", "b/run"]
 
 
+def test_seeds_are_a_group_however_they_are_stored(tmp_path):
+    one, two, three = (make_run(tmp_path / name, lr, [0.1]) for name, lr in (("a", 1e-3), ("b", 1e-3), ("c", 1e-2)))
+    config = two / "config.yaml"
+    config.write_text(config.read_text().replace("run: {", "replay: {record_steps: true}\nrun: {keep: 3, "))
+    found = overview_of(compare([one, two, three], tmp_path / "all.html"))
+    assert [group["runs"] for group in found["groups"]] == [["a", "b"], ["c"]]
+    assert ["run.keep", ["-", "3", "-"]] in found["differences"]
+
+
 def test_runs_that_cannot_be_compared_are_refused_by_name(tmp_path):
     one = make_run(tmp_path / "one", 1e-3, [0.1])
     (tmp_path / "none").mkdir()

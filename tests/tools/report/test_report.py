@@ -10,7 +10,7 @@ from miles_core.errors import MilesError
 from miles_core.observe import environment
 from miles_core.plugin.panel import Panel
 from miles_tools.commands.report import run as command
-from miles_tools.report.plots import PALETTE, draw, make_figure, panels, smooth
+from miles_tools.report.plots import PALETTE, draw, open_image, panels, plot, smooth
 from miles_tools.report.report import report
 
 STEP = {
@@ -235,7 +235,12 @@ def test_images_are_png_and_first_colour_is_used():
 
 def test_axes_of_tiny_numbers_and_of_rounding():
     records = [{"step": s, "mismatch/kl_k3": 10.0 ** -(8 + s), "some/ratio": 1 + 1e-9 * s} for s in range(8)]
-    mismatch, ratio = (make_figure(panel, records).axes[0] for panel in panels(records))
+    drawn = []
+    for panel in panels(records):
+        with open_image(panel.title) as (axes, _):
+            plot(axes, panel, records)
+        drawn.append(axes)
+    mismatch, ratio = drawn
     assert "1e-10" in [label.get_text() for label in mismatch.get_yticklabels()]
     assert ratio.get_ylim() == pytest.approx((0.95, 1.05))
 

@@ -272,9 +272,12 @@ def test_bad_starts_are_one_sentence(tmp_path):
         port = other.getsockname()[1]
         with pytest.raises(MilesError, match=f"port {port} is in use .*choose another one: --port {port + 1}"):
             command([str(run), "--port", str(port)])
-    (run / "plan.json").write_text('{"core": "99.1.0"}')
-    with pytest.raises(MilesError, match=r"was written by miles-core 99.1.0, and this is .*install miles-core 99.1.0"):
-        command([str(run)])
+    for version in ("99.1.0", "99rc1"):
+        (run / "plan.json").write_text(json.dumps({"core": version}))
+        with pytest.raises(
+            MilesError, match=rf"was written by miles-core {version}, and this .*install miles-core {version}$"
+        ):
+            command([str(run)])
 
 
 def test_the_names_of_the_files_are_those_of_core():
