@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,5 +133,5 @@ def test_only_variables_that_are_read_late_may_change(name: str, value: str, pas
     ],
 )
 def test_there_is_one_interpreter_per_scheduler(arguments: dict[str, Any], count: int) -> None:
-    choices: Any = SimpleNamespace(arguments=arguments, device="cuda", dtype="auto", exact=False, python_path="")
+    choices = build.Choices(arguments=arguments, device="cuda")
     assert build._environment(choices, {})[standby.VARIABLE] == str(count)
