@@ -1,7 +1,8 @@
 """Attention over packed sequences, computed by cuDNN through its Python package (``nvidia-cudnn-frontend``).
 
 cuDNN builds a graph for upper bounds of the shapes, which takes some 50 ms. The bounds are rounded up, so that micro-batches share graphs;
-sequences without tokens fill up their number.
+sequences without tokens fill up their number. PyTorch's operator for it is not used: in torch 2.11 it builds a graph at every call, and
+its gradients of packed sequences are wrong.
 """
 
 from __future__ import annotations
