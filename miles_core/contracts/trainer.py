@@ -7,7 +7,8 @@ composes them with the plugins' wrappers and passes them to ``bind``.
 Every method is a collective, called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel)
 receive the same samples and return the same complete columns and metrics. Data-parallel ranks receive different samples, possibly
 none. A trainer may add micro-batches with an all-zero ``loss_mask``, so that all ranks run the same number of micro-batches. For
-these, ``forward`` and ``loss`` return a zero connected to the model's output. ``miles_testing.TrainerContract`` tests the contract.
+these, ``forward`` and ``loss`` return a zero loss that depends on the model's output, so that a backward pass is possible.
+``miles_testing.TrainerContract`` tests the contract.
 """
 
 from __future__ import annotations
