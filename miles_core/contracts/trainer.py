@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -330,7 +330,11 @@ class Trainer(ABC):
         """
         if emulation == AS_TRAINED:
             return nullcontext()
-        raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
+        chosen = [f.name for f in fields(emulation) if getattr(emulation, f.name) != f.default]
+        raise MilesError(
+            f"{type(self).__name__} cannot score tokens as the engine does (emulation: {', '.join(chosen)}); leave the comparison out, or use "
+            "another --trainer"
+        )
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """Return this backend's implementation of a number format, with the parity it declares.

@@ -33,6 +33,6 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name. Raises ConfigError with the known names if there is none."""
     found = next((known for known in known_gpus() if known.upper() == name.upper()), None)
     if found is None:
-        raise ConfigError(f"--gpu {name}: its rates are unknown; known are {', '.join(known_gpus())}")
+        raise ConfigError(f"--gpu {name}: its rates are unknown; choose one of {', '.join(known_gpus())}")
     rates, (_, memory) = rates_of(found).gpu, KNOWN_GPUS[found]
     return Gpu(rates.memory, rates.bf16, memory * 1e9, LINKED.get(found, 8))
