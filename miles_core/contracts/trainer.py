@@ -104,7 +104,7 @@ class Context:
             MilesError: this backend does not provide ``sources`` and ``targets``.
         """
         if self.sources is None or self.targets is None:
-            raise MilesError("this trainer does not tell which row predicts which token (Context.sources)")
+            raise MilesError("this trainer does not report which row predicts which token (Context.sources)")
         values = rows.new_zeros(tokens, *rows.shape[1:])
         return values.index_put((self.targets,), rows.index_select(0, self.sources))
 

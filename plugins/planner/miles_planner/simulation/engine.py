@@ -119,12 +119,13 @@ class VirtualEngine:
     def abort(self, keys: Collection[int] | None) -> None:
         """Return the partial responses of these requests, None for all."""
         self._advance()
-        few = keys is not None and len(keys) < len(self.flights)
-        found = [key for key in keys or () if key in self.flights] if few else [*self.flights]
-        wanted = None if keys is None or few else set(keys)
+        if keys is not None and len(keys) < len(self.flights):  # the usual case, without a pass over all requests
+            found = [key for key in keys if key in self.flights]
+        else:
+            wanted = None if keys is None else set(keys)
+            found = [key for key in self.flights if wanted is None or key in wanted]
         for key in found:
-            if wanted is None or key in wanted:
-                self._return(self.flights[key])
+            self._return(self.flights[key])
         self._queue = deque(flight for flight in self._queue if not flight.answer.done())
         self._settle_soon()
 
