@@ -66,7 +66,7 @@ generated it:
 
 The engine drops its cache at a weight update and computes prompt and response again with the new weights, as the trainer does. The current
 tokens depend on this second computation of the older ones, so with `r3` the trainer must replay the experts that it selected. The plan
-therefore sets `--r3-recomputed-routes newest`. With `sampled`, the default of `r3`, the gap of current tokens was up to .48 nats in eight
+therefore sets `--r3-recomputed-routes newest`. With `sampled`, the default of `r3`, the gap of current tokens was up to 0.48 nats in eight
 steps of a toy model with `--lr 1e-2`.
 
 | `--pause-generation-mode` | with `--true-on-policy-mode` |

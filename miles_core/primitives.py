@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.checkpoint.placed import staging_path
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
@@ -134,7 +133,8 @@ class OpenPolicy:
         return {"sync/bytes": float(report.nbytes), **await check_synced(self.run, self.parts)}
 
     async def save_state(self, directory: Path | str, overwrite: bool = False) -> None:
-        """Write weights and optimizer to a directory, which appears when it is complete. Held gradients are not part of it.
+        """Write weights and optimizer to a directory, which appears, or replaces an existing one, when it is complete. Held gradients are
+        not part of it.
 
         Raises:
             CheckpointError: the directory exists and ``overwrite`` is False.
@@ -143,16 +143,16 @@ class OpenPolicy:
         if final.exists() and not overwrite:
             raise CheckpointError(f"{final} exists; choose another directory, or overwrite it")
         final.parent.mkdir(parents=True, exist_ok=True)
-        work = staging_path(final.absolute(), "saving")
-        if final.is_dir():
-            work = final.absolute().parent / f".{final.name}.saving"
-        shutil.rmtree(work, ignore_errors=True)
+        work, replaced = (final.absolute().parent / f".{final.name}.{word}" for word in ("saving", "replaced"))
+        for left_over in (work, replaced):  # of an interrupted call
+            shutil.rmtree(left_over, ignore_errors=True)
         work.mkdir()
         await self.parts.learner.save(work)
         (work / STATE).write_text(json.dumps(self._description | {"trained": self.policy.trained}))
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, replaced)  # deleting it in place could leave a part of it under its name
         os.replace(work, final)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     async def load_state(self, directory: Path | str, optimizer: bool = True) -> None:
         """Read a saved state, possibly that of another policy. Drops held gradients. ``optimizer=False`` resets the optimizer afterwards.
@@ -220,7 +220,7 @@ class OpenRun:
         """Build trainer and engine of a policy, and send the engine its first weights.
 
         Raises:
-            ConfigError: a policy of this name is open, or an option is invalid.
+            ConfigError: a policy of this name is open, or an option is invalid. After any error the policy is not open.
         """
         if policy.name in self.policies:
             raise ConfigError(f"the policy {policy.name} is open already")
@@ -233,7 +233,11 @@ class OpenRun:
             raise
         self.policies[policy.name] = opened
         if policy.generates:
-            await opened.sync()
+            try:
+                await opened.sync()
+            except BaseException:
+                await self.remove(policy.name)
+                raise
         return opened
 
     async def remove(self, name: str) -> None:

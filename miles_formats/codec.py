@@ -207,7 +207,7 @@ class FormatCodec(Codec):
         return format.together if may else 0
 
     def _encode_all(self, waiting: _Waiting, finite: Finite, room: Room | None) -> Iterator[Encoded]:
-        """Encode all waiting weights in as few kernel launches as the format and the room allow."""
+        """Encode all waiting weights in as few kernel launches as the format and the space in the buffer (``room``) allow."""
         format = self.format
         while waiting.weights:
             names, weights, outs = waiting.take(format, room)

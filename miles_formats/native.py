@@ -139,7 +139,7 @@ def compiler() -> list[str]:
         try:
             return shlex.split(named)
         except ValueError as error:
-            raise CannotCompileError(f"CC is {named!r}, which is no command ({error})") from error
+            raise CannotCompileError(f"CC is {named!r}, which is not a command ({error})") from error
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
             return [found]

@@ -67,7 +67,8 @@ def plugins_of_pairs(manifests: Mapping[str, Plugin]) -> list[str]:
 
 
 def list_combinations(manifests: Mapping[str, Plugin], only: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return every plugin alone and every pair. One name in ``only``: those with this plugin; several names: those among them.
+    """Return every plugin alone and every pair. With one name in ``only``, these must contain the plugin; with several names, they may contain
+    no other plugins.
 
     Raises PluginError for a name that is not installed, or that is part of every run.
     """
@@ -162,7 +163,7 @@ def read(path: Path) -> list[Outcome]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise PluginError(
-                f"{path} line {number} is no outcome of miles plugins matrix; give another file"
+                f"{path} line {number} is not an outcome of miles plugins matrix; give another file"
             ) from None
     return outcomes
 

@@ -108,7 +108,7 @@ def webhook_address(text: str) -> str:
     """Return the address of ``--alert-webhook``: the text, or for ``$NAME`` the value of this environment variable.
 
     Raises:
-        ConfigError: it is no http or https address, or the variable is not set.
+        ConfigError: it is not an http or https address, or the variable is not set.
     """
     if not text.startswith("$"):
         check_url(text, "--alert-webhook")
@@ -124,7 +124,7 @@ def check_command(text: str) -> None:
     """Check ``--alert-command``.
 
     Raises:
-        ConfigError: it is no command line, or its program is not installed.
+        ConfigError: it is not a command line, or its program is not installed.
     """
     from shutil import which
 

@@ -76,9 +76,12 @@ def _drop_without_effect(
     if not idle:
         return line, problems
     kept: list[str] = []
-    for word, following in zip(["", *line], [*line, ""], strict=True):
-        if following and following not in idle and (word not in idle or following.startswith("--")):
-            kept.append(following)
+    dropping = False
+    for word in line:
+        if word.startswith("--"):
+            dropping = word in idle
+        if not dropping:  # the values of a dropped flag follow it
+            kept.append(word)
     return kept, attempt(kept)[0]
 
 

@@ -26,7 +26,7 @@ from miles_workers.object_ref import Stored
 
 
 class ReaderEnded(Exception):
-    """The process has ended; the message is the cause, a predicate."""
+    """The process has ended. The message says why, as a predicate: "ended with exit status 1"."""
 
 
 class ObjectReader(ABC):

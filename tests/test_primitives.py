@@ -99,6 +99,42 @@ def test_a_state_is_loaded_and_saved_byte_for_byte(tmp_path):
     assert a[weights] == c[weights] and a[moments] != c[moments]
 
 
+def test_a_saved_state_is_complete_when_overwriting_it_is_interrupted(tmp_path, monkeypatch):
+    def stop(path, *args, **kwargs):
+        if (found := next(Path(path).rglob("*.safetensors"), None)) is not None:
+            found.unlink()
+            raise KeyboardInterrupt
+
+    async def work(run, policy):
+        await policy.save_state(tmp_path / "a")
+        await policy.forward_backward(rows(), "ppo")
+        await policy.optimizer_step(1e-2)
+        with monkeypatch.context() as patch:
+            patch.setattr("miles_core.primitives.shutil.rmtree", stop)
+            with pytest.raises(KeyboardInterrupt):
+                await policy.save_state(tmp_path / "a", overwrite=True)
+        await policy.load_state(tmp_path / "a")
+        await policy.save_state(tmp_path / "a", overwrite=True)
+
+    opened(tmp_path, work)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == ["a"]
+
+
+def test_a_policy_whose_first_sync_fails_is_not_open(tmp_path, monkeypatch):
+    async def fail(policy):
+        raise MilesError("no space on the device")
+
+    async def work(run, policy):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(policy), "sync", fail)
+            with pytest.raises(MilesError, match="no space"):
+                await run.add(Policy(name="other", generates=True))
+        assert run.policies == {"policy": policy}
+        await run.add(Policy(name="other", generates=True))
+
+    opened(tmp_path, work)
+
+
 def test_policies_come_and_go(tmp_path):
     async def work(run, policy):
         other = await run.add(Policy(name="other", generates=False, options={"lora.rank": 2}))

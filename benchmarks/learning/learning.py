@@ -21,7 +21,7 @@ from benchmarks.measure import finish, options
 
 _SGLANG = "--engine sglang --sglang-attention-backend triton --sglang-sampling-backend pytorch"
 _RAY = "--runtime ray --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
-_FP8 = "--rollout-fp8 --extra-high-precision-layers-hf q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj"  # 576 is no multiple of 128
+_FP8 = "--rollout-fp8 --extra-high-precision-layers-hf q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj"  # 576 is not a multiple of 128
 VARIANTS = {
     "embedded": "--plugins tis",
     "sglang": f"{_SGLANG} --plugins tis",

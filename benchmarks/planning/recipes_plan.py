@@ -48,7 +48,7 @@ UNNAMED = {
 }
 #: Trainers of other frameworks -> trainer here.
 TRAINERS = {"megatron": "megatron", "fsdp2": "embedded"}
-#: GPUs that NVLink connects, where a machine is only a part of them.
+#: GPUs per NVLink domain, for GPUs whose domain spans several machines.
 NVLINK = {"GB200": 72}
 #: Forward passes besides training, for old log-probs and the reference model, in each framework's recipes.
 FORWARDS = {"nemo": 2, "verl": 2, "miles": 1}

@@ -51,7 +51,8 @@ WIDTH = 110
 
 
 def help_text(argv: Sequence[str], schema: Schema, command: str, extra: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the help that a command line requests: of the words after ``--help``, the most used flags without words, or all.
+    """Return the help that a command line requests: every flag for ``--help-all``, the flags that match the words after ``--help``, or the
+    most used flags if there are none.
 
     Args:
         argv: the arguments, with ``--help``, ``-h`` or ``--help-all``.
@@ -72,7 +73,8 @@ def help_text(argv: Sequence[str], schema: Schema, command: str, extra: Sequence
         return _short(schema, command, extra)
     chosen = {spelling for word in words for spelling in _matching(schema, word)}
     text = build_help(schema, command, (), chosen).format_help()
-    return text[text.index("\n\n", text.index("command:")) + 2 :]  # flags of the command itself answer no search
+    end_of_command = text.index("\n\n", text.index("command:"))
+    return text[end_of_command + 2 :]  # without the section "command", which was not searched
 
 
 def _matching(schema: Schema, word: str) -> set[str]:

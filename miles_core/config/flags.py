@@ -205,7 +205,7 @@ def parse(schema: Schema, argv: Sequence[str], own: Sequence[str] = TRAIN.flags)
 
 
 def is_value(word: str) -> bool:
-    """Whether a word of a command line is no flag. Only numbers and texts with spaces may begin with a dash."""
+    """Whether a word of a command line is not a flag. Only numbers and texts with spaces may begin with a dash."""
     return not word.startswith("-") or word == "-" or bool(_NEGATIVE.match(word)) or " " in word.partition("=")[0]
 
 

@@ -138,8 +138,8 @@ class HookSpecs:
     def on_mtp_layers(self, run: Run, policy: Policy, requests: list[MtpRequest]) -> None:
         """Request training of the checkpoint's multi-token prediction layer: append a ``MtpRequest`` to ``requests``.
 
-        Called by trainers with the capability ``mtp_layers``, to whose models plugins cannot add layers. Without a request, such a
-        trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
+        Called by trainers with the capability ``mtp_layers``, because plugins cannot add layers to their models. Without a request, such
+        a trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
 
     def on_request(self, run: Run, policy: Policy, request: Request) -> None:
         """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the driver, or

@@ -7,7 +7,8 @@ composes them with the plugins' wrappers and passes them to ``bind``.
 Every method is a collective, called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel)
 receive the same samples and return the same complete columns and metrics. Data-parallel ranks receive different samples, possibly
 none. A trainer may add micro-batches with an all-zero ``loss_mask``, so that all ranks run the same number of micro-batches. For
-these, ``forward`` and ``loss`` return a zero connected to the model's output. ``miles_testing.TrainerContract`` tests the contract.
+these, ``forward`` and ``loss`` return a zero loss that depends on the model's output, so that a backward pass is possible.
+``miles_testing.TrainerContract`` tests the contract.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -103,7 +104,7 @@ class Context:
             MilesError: this backend does not provide ``sources`` and ``targets``.
         """
         if self.sources is None or self.targets is None:
-            raise MilesError("this trainer does not tell which row predicts which token (Context.sources)")
+            raise MilesError("this trainer does not report which row predicts which token (Context.sources)")
         values = rows.new_zeros(tokens, *rows.shape[1:])
         return values.index_put((self.targets,), rows.index_select(0, self.sources))
 
@@ -329,7 +330,11 @@ class Trainer(ABC):
         """
         if emulation == AS_TRAINED:
             return nullcontext()
-        raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
+        chosen = [f.name for f in fields(emulation) if getattr(emulation, f.name) != f.default]
+        raise MilesError(
+            f"{type(self).__name__} cannot score tokens as the engine does (emulation: {', '.join(chosen)}); leave the comparison out, or use "
+            "another --trainer"
+        )
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """Return this backend's implementation of a number format, with the parity it declares.

@@ -340,9 +340,9 @@ def _value(name: str, word: str, origin: str) -> Any:
     value = parse_literal(word)
     least = _LEAST.get(name)
     if least is not None and (type(value) is not int or value < least):
-        raise ConfigError(f"{origin}: {name} is a whole number of at least {least}, or unknown")
+        raise ConfigError(f"{origin}: {name} must be a whole number of at least {least}, or unknown")
     if name == "model.moe" and not isinstance(value, bool):
-        raise ConfigError(f"{origin}: {name} is true, false or unknown")
+        raise ConfigError(f"{origin}: {name} must be true, false or unknown")
     return value
 
 

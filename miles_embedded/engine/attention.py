@@ -304,7 +304,7 @@ class DecodeCall:
         return slab
 
     def _prompt_slab(self, kind: str, layer: int, own: Tensor) -> Tensor:
-        """Return the slab of the prompts; zeros for an additional layer that computed no prompt."""
+        """Return the slab of the prompts. For a layer that did not compute them, such as one of a draft, it contains zeros."""
         return self.rows.cache.prefixes.slab((kind, layer), own.shape[1], own.shape[3:], own)
 
     def _group_rows(self, by_row: Tensor) -> Tensor:

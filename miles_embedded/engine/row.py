@@ -162,16 +162,18 @@ def slots_of(rows: Sequence[Row]) -> np.ndarray:
 
 
 def recorded_rows(runner: Runner, names: Collection[str], rows: Sequence[Row]) -> list[dict[str, np.ndarray]]:
-    """Return the values that each row requested among the recorded fields ``names``: one entry per token except the last."""
+    """Return the values that each row requested among the recorded fields ``names``: one entry per token except the last. Saved values
+    replace those of recomputed tokens, because they belong to the pass that sampled the tokens."""
     found: list[dict[str, np.ndarray]] = [{} for _ in rows]
     for name in names:
-        asking = [i for i, row in enumerate(rows) if name in row.request.extras]
-        recorded = runner.fields(slots_of([rows[i] for i in asking]), name) if asking else []
-        for i, fresh in zip(asking, recorded, strict=True):
+        requested = [i for i, row in enumerate(rows) if name in row.request.extras]
+        recorded = runner.fields(slots_of([rows[i] for i in requested]), name) if requested else []
+        for i, values in zip(requested, recorded, strict=True):
             row = rows[i]
-            old = row.saved.get(name)
-            full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
-            found[i][name] = full[: len(row.tokens) - 1]
+            saved = row.saved.get(name)
+            if saved is not None:
+                values = np.concatenate([saved, values[len(saved) :]])
+            found[i][name] = values[: len(row.tokens) - 1]
     return found
 
 

@@ -69,7 +69,7 @@ class Runner:
 
     Attributes:
         switch: length at which rotary frequencies change, see ``rope_switch``.
-        parts: the parts of all variants of the model; None for a model without variants, to whose calls no variants are attached.
+        parts: the parts of all variants of the model; None for a model without variants, whose calls then carry none.
     """
 
     def __init__(self, model: nn.Module, kv_dtype: str = "", processor: ImageProcessor | None = None) -> None:

@@ -183,8 +183,33 @@ def _point(logits: Tensor) -> Tensor:
 
 
 def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> tuple[Tensor, Tensor]:
-    vocab = log_probs.shape[-1]
-    probs = log_probs.double().exp()
+    """Truncate the distributions of n rows.
+
+    Args:
+        log_probs: [n, vocab].
+        top_k, top_p: one value for all rows, or [n, 1]; a row with top_k <= 0 and top_p = 1 is not truncated.
+
+    Returns:
+        the support, [n, vocab] bool, and the rows whose support SUPPORT_CAP reduced, [n] bool. The cap does not apply to rows that
+        are not truncated.
+    """
+    index, keep = _rank(log_probs.double().exp(), top_k, top_p)
+    keep[:, 0] = True  # top_p = 0 still keeps the most likely token
+    capped = torch.zeros(len(keep), dtype=torch.bool, device=keep.device)
+    if keep.shape[1] > SUPPORT_CAP:
+        truncated = torch.ones_like(keep[:, :1])
+        if isinstance(top_k, Tensor) or isinstance(top_p, Tensor):
+            truncated &= ~((top_k <= 0) & (torch.as_tensor(top_p, device=keep.device) >= 1.0))
+        capped = (keep[:, SUPPORT_CAP:].any(-1, keepdim=True) & truncated).squeeze(1)
+        keep[:, SUPPORT_CAP:] &= ~truncated
+    support = torch.zeros(log_probs.shape, dtype=torch.bool, device=keep.device).scatter_(-1, index, keep)
+    return support, capped
+
+
+def _rank(probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids of the most likely tokens, [n, ranks] in descending order, and which of them top-k and top-p keep. Sorts the whole
+    vocabulary only if the first ranks do not determine the support."""
+    vocab = probs.shape[-1]
     for ranks in (min(_FIRST_RANKS, vocab), vocab):
         # A stable full sort ranks equal probabilities by id; topk leaves the order of ties to the device.
         if ranks < vocab:
@@ -200,21 +225,7 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
             keep[:, top_k:] = False
         if ranks == vocab or _is_settled(values, keep):
             break
-    keep[:, 0] = True  # top_p = 0 still keeps the most likely token
-    full = torch.ones_like(keep[:, :1])
-    if isinstance(top_k, Tensor) or isinstance(top_p, Tensor):
-        off = (top_k <= 0) & (torch.as_tensor(top_p, device=keep.device) >= 1.0)
-        full = full & ~off
-    else:
-        off = None
-    capped = torch.zeros(len(keep), dtype=torch.bool, device=keep.device)
-    if ranks > SUPPORT_CAP:
-        capped = (keep[:, SUPPORT_CAP:].any(-1, keepdim=True) & full).squeeze(1)
-        keep[:, SUPPORT_CAP:] &= ~full
-    support = torch.zeros(log_probs.shape, dtype=torch.bool, device=keep.device).scatter_(-1, index, keep)
-    if off is not None:
-        support |= off
-    return support, capped
+    return index, keep
 
 
 def _is_settled(values: Tensor, keep: Tensor) -> bool:

@@ -10,7 +10,8 @@ from miles_embedded.model.parts import decoder_layers
 from miles_embedded.model.self_check import UNSCORED, check_scores
 from miles_embedded.model.states import stateful_modules
 
-#: Tokens of the shortest cached prompt, and number of tokens fed after each prompt; more if layers keep a state, whose errors add up.
+#: Length of the short cached prompts, and number of tokens fed after each prompt: more if layers keep a state, because its errors
+#: accumulate.
 PROMPT, FED, FED_WITH_STATES = 5, 3, 8
 
 

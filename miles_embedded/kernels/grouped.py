@@ -74,7 +74,16 @@ def gated_product(x: Tensor, gate_up: Tensor, row: Tensor, ends: Tensor) -> Tens
 
 
 def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [places, inner] sorted, weight [experts, dim, inner] contiguous -> [places, dim]: each place's product with its expert's matrix."""
+    """Multiply each row by the matrix of its expert.
+
+    Args:
+        x: [places, inner], sorted by expert.
+        weight: [experts, dim, inner], contiguous.
+        ends: [experts] int32 where each expert's places end.
+
+    Returns:
+        [places, dim].
+    """
     return _multiply(x, weight, ends, ends, len(x), weight.shape[1], gated=False)
 
 

@@ -120,7 +120,7 @@ def check_ropes(c: Config, family: Family) -> None:
     size = c.get("qk_rope_head_dim") or c.get("head_dim") or family.head or c["hidden_size"] // c["num_attention_heads"]
     for entry in ("rope_scaling", "rope_parameters"):
         ropes = {} if c.get(entry) is None else c[entry]
-        require(isinstance(ropes, dict), f"{entry} is no mapping")
+        require(isinstance(ropes, dict), f"{entry} is not a mapping")
         for rope in ropes.values() if ropes.keys() == _LAYER_TYPES else [ropes]:
             turned = size * (rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
             require(
@@ -132,7 +132,7 @@ def check_ropes(c: Config, family: Family) -> None:
 
 def _check_rope(entry: str, rope: Any, pairs: int | None) -> None:
     """Check one rope; ``pairs`` is the sum of its sections in a model that reads images, else None."""
-    require(isinstance(rope, dict), f"{entry} is no mapping")
+    require(isinstance(rope, dict), f"{entry} is not a mapping")
     if pairs is not None:
         rope = dict(rope)
         sections, _ = rope.pop("mrope_section", None), rope.pop("mrope_interleaved", True)

@@ -36,7 +36,7 @@ def split_tower(config: Config, family: Family) -> tuple[Config, Config]:
     text = config.get("text_config")
     if text is None:  # as published for Qwen2-VL and Qwen2.5-VL: one level
         return {name: value for name, value in outer.items() if name not in _OUTER}, _check(vision or {})
-    require(isinstance(text, Mapping), "text_config is no mapping")
+    require(isinstance(text, Mapping), "text_config is not a mapping")
     for name in outer.keys() - _NAMES.keys():
         require(
             name in ("tie_word_embeddings", "architectures"), f"config.json has the entry {name} next to text_config"

@@ -42,42 +42,58 @@ def state_size(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize | 
         heads: number of attention heads, the default of some entries.
     """
 
-    def number(*names: str, default: int = 0) -> int:
-        return next((int(v) for n in names if isinstance(v := keys.get(n), int)), default)
-
-    if width := number("conv_L_cache"):
+    if width := _number(keys, "conv_L_cache"):  # short convolutions, as in LFM2
         return StateSize(hidden * width, 0, hidden * (4 * hidden + width))
-    inner = keys.get("linear_attn_config")
-    if isinstance(inner, Mapping) or "linear_num_heads" in keys or "short_conv_kernel_size" in keys:
-        given = inner if isinstance(inner, Mapping) else {}
-        count = int(given.get("num_heads") or number("linear_num_heads", default=heads))
-        size = int(given.get("head_dim") or number("linear_head_dim", "head_dim", default=hidden // max(count, 1)))
-        width = int(
-            given.get("short_conv_kernel_size") or number("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
-        )
-        return _kimi(hidden, count, size, width, full="short_conv_kernel_size" in keys)
+    kimi = "linear_num_heads" in keys or "short_conv_kernel_size" in keys
+    if kimi or isinstance(keys.get("linear_attn_config"), Mapping):
+        return _read_kimi(keys, hidden, heads)
     if "linear_conv_kernel_dim" in keys:
-        keyed, valued = (number(f"linear_num_{x}_heads", default=heads) for x in ("key", "value"))
-        key = number("linear_key_head_dim", default=3 * hidden // (4 * max(keyed, 1)))
-        value = number("linear_value_head_dim", default=2 * key)
-        separate = keys.get("model_type") == "olmo_hybrid"
-        return _delta(hidden, keyed, key, valued, value, number("linear_conv_kernel_dim"), separate)
-    state, width = (
-        number("mamba_d_state", "ssm_state_size", "state_size"),
-        number("mamba_d_conv", "conv_kernel", default=4),
-    )
+        return _read_delta(keys, hidden, heads)
+    return _read_mamba(keys, hidden)
+
+
+def _number(keys: Mapping[str, Any], *names: str, default: int = 0) -> int:
+    """Return the first of these entries that is an integer."""
+    return next((int(v) for n in names if isinstance(v := keys.get(n), int)), default)
+
+
+def _read_kimi(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize:
+    """Kimi's delta attention: entries of ``linear_attn_config`` in Moonshot's checkpoints, of ``config.json`` itself in Transformers."""
+    nested = keys.get("linear_attn_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    count = int(nested.get("num_heads") or _number(keys, "linear_num_heads", default=heads))
+    default_size = hidden // max(count, 1)
+    size = int(nested.get("head_dim") or _number(keys, "linear_head_dim", "head_dim", default=default_size))
+    width = _number(keys, "linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+    width = int(nested.get("short_conv_kernel_size") or width)
+    return _kimi(hidden, count, size, width, full="short_conv_kernel_size" in keys)
+
+
+def _read_delta(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize:
+    keyed = _number(keys, "linear_num_key_heads", default=heads)
+    valued = _number(keys, "linear_num_value_heads", default=heads)
+    key = _number(keys, "linear_key_head_dim", default=3 * hidden // (4 * max(keyed, 1)))
+    value = _number(keys, "linear_value_head_dim", default=2 * key)
+    separate = keys.get("model_type") == "olmo_hybrid"
+    return _delta(hidden, keyed, key, valued, value, _number(keys, "linear_conv_kernel_dim"), separate)
+
+
+def _read_mamba(keys: Mapping[str, Any], hidden: int) -> StateSize | None:
+    """Both versions of Mamba; only the second one has heads."""
+    state = _number(keys, "mamba_d_state", "ssm_state_size", "state_size")
     if not state:
         return None
-    expanded = number("mamba_expand", "expand", default=2) * hidden
-    count = number("mamba_n_heads", "mamba_num_heads", "num_heads")
-    if not count:
-        rank = number("mamba_dt_rank", "time_step_rank", default=-(-hidden // 16))
-        return _mamba(hidden, expanded, state, width, rank)
-    size = number(
-        "mamba_d_head", "mamba_head_dim", *(["head_dim"] if "num_heads" in keys else []), default=expanded // count
-    )
-    channels = number("mamba_d_ssm") or count * size
-    return _mamba2(hidden, channels, count, state, number("mamba_n_groups", "n_groups", default=1), width)
+    width = _number(keys, "mamba_d_conv", "conv_kernel", default=4)
+    inner = _number(keys, "mamba_expand", "expand", default=2) * hidden
+    heads = _number(keys, "mamba_n_heads", "mamba_num_heads", "num_heads")
+    if not heads:
+        rank = _number(keys, "mamba_dt_rank", "time_step_rank", default=-(-hidden // 16))
+        return _mamba(hidden, inner, state, width, rank)
+    # without ``num_heads``, ``head_dim`` belongs to the attention layers
+    names = ["mamba_d_head", "mamba_head_dim", *(["head_dim"] if "num_heads" in keys else [])]
+    size = _number(keys, *names, default=inner // heads)
+    channels = _number(keys, "mamba_d_ssm") or heads * size
+    return _mamba2(hidden, channels, heads, state, _number(keys, "mamba_n_groups", "n_groups", default=1), width)
 
 
 def _kimi(hidden: int, heads: int, size: int, width: int, full: bool) -> StateSize:

@@ -12,7 +12,7 @@ With the weights as the left operand, (w x^T)^T instead of x w^T, MKL is faster 
 half of the processor's L1 cache; a single row is computed as two. Where x does not fit, oneDNN is faster, most for two to four rows.
 
 oneDNN reorders the weights at every call. An engine, whose weights last for many steps, reorders them once (``Packs``): products of
-4 to 64 rows then take less time and need additional memory of the size of the weights, limited to 1 GiB.
+4 to 127 rows then take less time and need additional memory of the size of the weights, limited to 1 GiB.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
         return _few_rows(module, input, rows)
     if not use_onednn(input, rows):
         return nn.Linear.forward(module, input)
-    # of a matrix the result is a new tensor; a view that a custom function returns could not be changed in place (Gemma 3n does)
+    # ``_Linear`` gets a matrix, so that it returns a new tensor: its result may be changed in place (Gemma 3n does), a view may not
     out: Tensor = _Linear.apply(input.reshape(rows, -1), module.weight, module.bias)
     return out.view(*input.shape[:-1], -1)
 

@@ -21,7 +21,8 @@ from miles_embedded.model.row_readers import find_epilogue
 #: (x, other, weight, eps, epilogue) -> ``x + other`` and its norm.
 OfSum = Callable[..., tuple[Tensor, Tensor]]
 
-_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_FIRST_NORM, _SECOND_NORM = "input_layernorm", "post_attention_layernorm"
+_PARTS = (_FIRST_NORM, "self_attn", _SECOND_NORM, "mlp")
 #: Attribute of a layer: the norm that reads its result.
 _NEXT = "miles_next_norm"
 #: Attributes of a norm: how to compute it with the sum that it reads; that sum, its version and its norm.
@@ -39,14 +40,15 @@ def replace_sums(layers: nn.ModuleList, last: nn.Module | None) -> int:
     Returns:
         the number of layers whose sums were replaced.
     """
-    count, following = 0, [getattr(layer, _PARTS[0], None) for layer in layers]
-    for layer, norm in zip(layers, [*following[1:], last], strict=True):
+    count = 0
+    next_norms = [*(getattr(layer, _FIRST_NORM, None) for layer in layers[1:]), last]
+    for layer, next_norm in zip(layers, next_norms, strict=True):
         if _NEXT in layer.__dict__:
             del layer.__dict__[_NEXT]
             layer.__dict__.pop("forward", None)
-        reads = norm, getattr(layer, _PARTS[2], None)
-        if any(_OF_SUM in vars(one) for one in reads if one is not None) and _is_standard(layer):
-            layer.__dict__[_NEXT] = norm
+        norms = next_norm, getattr(layer, _SECOND_NORM, None)  # they read the layer's two sums
+        if any(_OF_SUM in vars(norm) for norm in norms if norm is not None) and _is_standard(layer):
+            layer.__dict__[_NEXT] = next_norm
             put_forward(layer, _forward)
             count += 1
     return count

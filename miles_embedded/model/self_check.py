@@ -58,8 +58,11 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
     name = type(model).__name__
     with in_float32(model):
         fault = _compare(model, scores, 0)
-        # Two experts whose router logits are equal up to rounding change the scores of one draw, a wrong computation those of others, too.
-        if fault and (fault := next(filter(None, (_compare(model, scores, draw) for draw in _FURTHER)), "")):
+        if fault:
+            # A router's tie that rounding breaks differently changes the scores of one draw; a wrong computation also those of others.
+            faults = (_compare(model, scores, draw) for draw in _FURTHER)
+            fault = next(filter(None, faults), "")
+        if fault:
             raise CheckpointError(
                 f"{name} is not computed correctly by the embedded backend: {fault}; use another engine and trainer (--no-self-check "
                 "skips this check)"

@@ -281,7 +281,7 @@ class Loader:
         return self._shards[source]
 
     def _has_codes(self, view: View) -> bool:
-        """Whether only codes are stored of the view's parameter, which then has no storage. This may change during an update."""
+        """Whether only the quantised codes of the view's parameter are stored, not the parameter itself. This may change during an update."""
         if codes_of(self._sources[view.source]) is None:
             return False
         self._shards.pop(view.source, None)  # refers to the storage that the parameter had

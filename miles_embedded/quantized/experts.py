@@ -189,7 +189,13 @@ class _NativeExperts(torch.autograd.Function):
 
 
 def takes_experts(module: nn.Module, views: list[View], format: Format, product: Product) -> bool:
-    """Whether the native product supports these standard experts, whose inputs are all rounded, and their checkpoint tensors."""
+    """Whether the native product supports these experts.
+
+    Args:
+        module: standard experts; the inputs of both products are rounded.
+        views: the checkpoint's tensors of their weights. Each must be a contiguous matrix, at a multiple of the format's tiles.
+        format, product: the format and its native product.
+    """
     shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
     if set(shapes) != set(_WEIGHTS) or any(p.dtype != product.dtype for p in module.parameters(recurse=False)):
         return False

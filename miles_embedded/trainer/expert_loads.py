@@ -24,14 +24,14 @@ _KEY = "expert_loads"
 
 
 class _Served:
-    """The number of tokens that each row serves, and of each of its choices."""
+    """The number of tokens that each row represents; each of the row's choices of experts counts as often."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self._of_choices: dict[int, Tensor] = {}
 
     def of_choices(self, k: int) -> Tensor:
-        """Return the numbers of the flat choices [rows * k], the same for all layers with as many choices."""
+        """Return the number of tokens of each choice, [rows * k]. Layers with the same k share the result."""
         if k not in self._of_choices:
             self._of_choices[k] = self.tokens.repeat_interleave(k)
         return self._of_choices[k]

@@ -59,7 +59,8 @@ class Optimizer:
         self.step_number = 0
         self.fixed_lr: float | None = None
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
+        #: Parameters whose master is another tensor, in FP32.
+        self._separate = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
         self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
         hosted = any(device_of_hosted(p) is not None for p in self.copies.values())
         self._hosted = HostedMasters(self.copies, self.masters) if hosted else None
@@ -75,17 +76,23 @@ class Optimizer:
             pass
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
-        own = local_shard(copy)
-        if name not in self.apart and not own.sharded:
+        """Return the tensor that the optimizer steps for a parameter: the parameter itself, its local shard, or an FP32 copy of the shard.
+
+        Gradients arrive at the parameter. If another tensor is returned, a hook adds them to its ``grad``, in its dtype, and drops them.
+        """
+        shard = local_shard(copy)
+        if name not in self._separate and not shard.sharded:
             return copy
         if (home := device_of_hosted(copy)) is not None:  # ``HostedMasters`` collects its gradients
-            return copy_to_host(own.tensor, home, torch.float32).requires_grad_()
-        master = (own.tensor.to(torch.float32, copy=True) if name in self.apart else own.tensor).requires_grad_()
+            return copy_to_host(shard.tensor, home, torch.float32).requires_grad_()
+        master = (
+            shard.tensor.to(torch.float32, copy=True) if name in self._separate else shard.tensor
+        ).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
             grad, total = parameter.grad, master.grad
             assert grad is not None
-            if own.sharded:
+            if shard.sharded:
                 grad = local_shard(grad).tensor
             if total is None:
                 master.grad = grad.to(master.dtype)
@@ -213,9 +220,8 @@ class Optimizer:
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters to the model's dtype and copy them to the model."""
-        apart = [(local_shard(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
-        if apart:
-            torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
+        if names := list(self._separate):
+            torch._foreach_copy_([local_shard(self.copies[n]).tensor for n in names], [self.masters[n] for n in names])
 
     def _describe_nonfinite(self, norm: float) -> str:
         bad = [n for n, m in self.masters.items() if m.grad is not None and not bool(m.grad.isfinite().all())]
@@ -233,7 +239,7 @@ class Optimizer:
         for name, master in self.masters.items():
             state = self._state.get(master, {}).values()
             own = (v for v in state if isinstance(v, Tensor) and v.dim() and v.device == master.device)
-            yield from (master, *own) if name in self.apart else own
+            yield from (master, *own) if name in self._separate else own
 
     @property
     def _state(self) -> Any:
@@ -248,7 +254,7 @@ class Optimizer:
         """
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            if name in self.apart:
+            if name in self._separate:
                 out[f"master.{name}"] = master.detach()
             for key, value in self._state.get(master, {}).items():
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -281,7 +287,7 @@ class Optimizer:
         self.step_number = step_number
         with self.on_device():
             for name, master in self.masters.items():
-                if name in self.apart:
+                if name in self._separate:
                     master.copy_(tensors[f"master.{name}"])
                 kept = {key: t for key, t in _select_state(tensors, name).items() if key != "master"}
                 if kept:

@@ -267,7 +267,7 @@ def write_plugin(name: str, directory: Path | None = None, format: bool = False)
         the files written, in reading order.
 
     Raises:
-        PluginError: the name is no valid package name, or the directory is not empty.
+        PluginError: the name is not a valid package name, or the directory is not empty.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name == "core":
         raise PluginError(f"{name!r} cannot name a plugin: use lower-case letters, digits and _, e.g. my_format")

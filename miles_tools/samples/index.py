@@ -32,7 +32,7 @@ def read_lines(path: Path) -> Iterator[tuple[Place, bytes]]:
     Raises:
         OSError: the file cannot be read.
         EOFError: it is empty or incomplete.
-        zlib.error: it is no gzip file.
+        zlib.error: it is not a gzip file.
     """
     with path.open("rb") as file:
         member, data = 0, file.read(_CHUNK)

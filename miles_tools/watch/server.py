@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def handle(self) -> None:
-        """Handle a connection; one that the browser closed is no error."""
+        """Handle a connection; one that the browser closed is not an error."""
         try:
             super().handle()
         except (ConnectionError, TimeoutError):

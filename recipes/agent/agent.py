@@ -1,4 +1,4 @@
-"""An agent that asks the model for a sum through the OpenAI API, and asks again if the answer is no number."""
+"""An agent that asks the model for a sum through the OpenAI API, and asks again if the answer is not a number."""
 
 from __future__ import annotations
 

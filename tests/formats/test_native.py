@@ -93,7 +93,7 @@ def test_a_compiler_that_does_not_run_is_named(library, compiler, monkeypatch, t
 
 def test_a_cc_that_is_no_command_is_quoted(library, monkeypatch):
     monkeypatch.setenv("CC", "cc 'unclosed")
-    assert library.why_not() == """CC is "cc 'unclosed", which is no command (No closing quotation)"""
+    assert library.why_not() == """CC is "cc 'unclosed", which is not a command (No closing quotation)"""
 
 
 def test_cc_names_the_compiler(compiled, compiler, monkeypatch, tmp_path):

@@ -262,10 +262,10 @@ def test_facts_can_be_declared_unknown():
         ("rollout.precision=fp8", "is an option, give --rollout-precision fp8"),
         ("plugin.r3=true", "activate plugins with --plugins r3"),
         ("gpu=B20", "no GPU of that name is known; did you mean B200"),
-        ("gpu.count=x", "--fact gpu.count=x: gpu.count is a whole number of at least 0"),
-        ("gpu.sm=9.0", "gpu.sm is a whole number"),
-        ("model.layers=0", "model.layers is a whole number of at least 1"),
-        ("model.moe=1", "model.moe is true, false or unknown"),
+        ("gpu.count=x", "--fact gpu.count=x: gpu.count must be a whole number of at least 0"),
+        ("gpu.sm=9.0", "gpu.sm must be a whole number"),
+        ("model.layers=0", "model.layers must be a whole number of at least 1"),
+        ("model.moe=1", "model.moe must be true, false or unknown"),
     ],
 )
 def test_an_override_that_is_none_is_refused(given, reason):

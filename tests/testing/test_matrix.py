@@ -129,7 +129,7 @@ def test_stored_outcomes_are_not_tried_again_unless_a_version_changed(two, monke
 def test_a_file_of_something_else_is_refused_and_unchanged(two, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("my notes\nin two lines\n")
-    with pytest.raises(PluginError, match=r"notes\.txt line 1 is no outcome of miles plugins matrix"):
+    with pytest.raises(PluginError, match=r"notes\.txt line 1 is not an outcome of miles plugins matrix"):
         plugins.run(["matrix", "--save", str(file)])
     assert file.read_text() == "my notes\nin two lines\n"
 

@@ -17,7 +17,9 @@ class Mxfp6(Format):
     name, tile, exact, error = "mxfp6", (1, 32), False, 0.04
 
     def refuse(self, shape):
-        return None if shape[1] % 32 == 0 else f"32 weights of a row share a scale, and {shape[1]} is no multiple of 32"
+        return (
+            None if shape[1] % 32 == 0 else f"32 weights of a row share a scale, and {shape[1]} is not a multiple of 32"
+        )
 
     def storage(self, shape):
         rows, columns = shape

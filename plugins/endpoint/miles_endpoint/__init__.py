@@ -72,7 +72,7 @@ plugin = Plugin(
         ),
         Panel(
             "agent_requests",
-            "Requests that are no new turn",
+            "Requests that do not start a new turn",
             {f"endpoint/{name}": name for name in ("refused", "replayed", "cancelled", "undelivered")},
             "per rollout",
         ),

@@ -32,7 +32,7 @@ class Answer:
         reasoning: the reasoning; empty if there is none.
         calls: tool calls as ``messages.make_call`` returns them.
         errors: number of calls that cannot be read (they stay in ``content``), or that do not name an offered tool.
-        digests: every digest by which a later request may show this answer.
+        digests: digests of the messages as which later requests may repeat this answer (``answer_digest``).
     """
 
     content: str

@@ -110,7 +110,7 @@ def read_whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int |
     """Return a whole number of the request; None if it is absent.
 
     Raises:
-        ApiError: the value is no whole number between ``low`` and ``high``.
+        ApiError: the value is not a whole number between ``low`` and ``high``.
     """
     value = body.get(name)
     if value is None:

@@ -30,7 +30,7 @@ class Place:
     """A place of the tree.
 
     Attributes:
-        children: digest of the next message -> place.
+        children: digest of the next message -> the place after it.
         turns: (turn, its reasoning), in the order of the answers.
     """
 

@@ -52,7 +52,8 @@ def _history(body: Mapping[str, Any], session: Session) -> list[dict[str, Any]]:
     previous = body.get("previous_response_id")
     if previous is not None and previous not in session.stored:
         raise refuse(
-            f"previous_response_id {previous!r:.60} is no stored response of this sample", "previous_response_not_found"
+            f"previous_response_id {previous!r:.60} is not a stored response of this sample",
+            "previous_response_not_found",
         )
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given

@@ -252,7 +252,7 @@ def test_what_is_refused_in_one_sentence(desk, body, words):
         (
             "/v1/responses",
             {"input": "a", "previous_response_id": "resp_x"},
-            "'resp_x' is no stored response of this sample",
+            "'resp_x' is not a stored response of this sample",
         ),
     ],
 )

@@ -120,7 +120,7 @@ def make_prompts(run: Run, data: str, purpose: str) -> Mixture:
     For evaluation ``data`` is the label of one environment, or empty for all of them.
 
     Raises:
-        ConfigError: ``data`` is no label, or a first task is outside of a task set.
+        ConfigError: ``data`` is not a label, or a first task is outside of a task set.
     """
     registry = registry_of(run)
     chat, seed = bool(run.config.data.apply_chat_template), run.config.train.seed

@@ -18,7 +18,7 @@ def read_observation(given: Any, limit: int, images: bool) -> str | list[dict[st
         images: whether the run passes images to the model.
 
     Raises:
-        DataError: it is no observation, or has pictures that the model cannot read. The message is a predicate.
+        DataError: it is not an observation, or has pictures that the model cannot read. The message is a predicate.
     """
     if isinstance(given, str):
         return _cut(given, limit)

@@ -95,7 +95,7 @@ class Registry:
         members = self.held_out if isinstance(info, Mapping) and info.get("held_out") else self.train
         if not isinstance(info, Mapping) or info.get("label") not in members:
             raise DataError(
-                f"sample {sample.index} is no task of --environments ({KEY} = {info!r:.80} in its metadata); its prompts must come from "
+                f"sample {sample.index} is not a task of --environments ({KEY} = {info!r:.80} in its metadata); its prompts must come from "
                 "--prompts environments"
             )
         return members[info["label"]], info

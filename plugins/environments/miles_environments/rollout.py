@@ -92,7 +92,7 @@ class Play:
         """Play until the episode ends or a limit is reached.
 
         Raises:
-            EnvironmentFault: the environment raised, blocked, or returned something that is no observation or reward.
+            EnvironmentFault: the environment raised, blocked, or returned something that is neither an observation nor a reward.
         """
         environment = self.member.environment
         self._episode = await self._call("opening an episode", lambda: environment.open(number, level))

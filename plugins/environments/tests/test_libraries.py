@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from miles_core.plugin import ConfigError
-from miles_environments.adapters.gymnasium_text import GymEnvironment, to_text
+from miles_environments.adapters.gymnasium_text import GymEnvironment, GymEpisode, to_text
 from miles_environments.entry import read_entry
 from miles_environments.libraries import make_environment
 
@@ -47,6 +47,26 @@ def test_gymnasium():
     episode.close()
     with pytest.raises(ConfigError, match="its actions are Box"):
         make("gymnasium:Pendulum-v1", "gymnasium")
+
+
+def test_a_discrete_action_is_compared_as_a_whole():
+    class Discrete:
+        n = 4
+
+    class Game:
+        action_space = Discrete()
+
+        def reset(self, seed):
+            return "start", {}
+
+        def step(self, action):
+            return str(action), 0.0, False, False, {}
+
+    episode = GymEpisode(Game, seed=0)
+    episode.reset()
+    assert episode.step("take 0000000003").text == "3"
+    for action in ("-0000000012", "0000000005", "4", "9" * 5000, "left"):
+        assert "whole number from 0 to 3" in episode.step(action).text, action
 
 
 def test_verifiers(tmp_path, monkeypatch):

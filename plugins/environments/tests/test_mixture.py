@@ -71,7 +71,7 @@ def test_an_environment_that_makes_no_task_stops_the_run(own):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file:OWN:Missing", "Missing is no subclass of miles_environments.Environment"),
+        ("file:OWN:Missing", "Missing is not a subclass of miles_environments.Environment"),
         ("file:OWN", "it names no class"),
         ("file:nowhere.py:A", "there is no file nowhere.py"),
         ("file:OWN:Sums?level=3", "level is 3, and it has 3"),

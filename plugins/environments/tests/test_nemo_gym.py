@@ -126,7 +126,7 @@ def test_errors_name_the_server_or_the_row(serve, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make(url, path, *rows)
-    with pytest.raises(ConfigError, match="it is no resources server"):
+    with pytest.raises(ConfigError, match="it is not a resources server"):
         make(serve("/other"), path, row("a"))
     with pytest.raises(ConfigError, match="it names no tasks; give the rows"):
         make_environment(read_entry(f"nemo_gym:{url}", "--environments"), 5)

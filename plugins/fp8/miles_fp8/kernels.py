@@ -1,4 +1,4 @@
-"""The rule of ``format`` as Triton kernels; each reads its input once.
+"""The conversions of ``format`` as Triton kernels; each reads its input once.
 
 Their results are bitwise equal to the reference. This needs correctly rounded quotients, maxima over the bit patterns of magnitudes (which
 order like the numbers, including denormals and NaN), powers of two from exponent bits, and the GPU's conversion to E4M3, which rounds to

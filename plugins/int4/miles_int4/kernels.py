@@ -1,4 +1,4 @@
-"""The rule of ``format`` as Triton kernels, which read a weight once and write packed codes and scales, or the reverse.
+"""The conversions of ``format`` as Triton kernels, which read a weight once and write packed codes and scales, or the reverse.
 
 Their results are bitwise equal to the reference: correctly rounded quotients, maxima over the bit patterns of magnitudes, scales rounded to
 BF16 before the division, and ties to even. Each thread handles whole words, so that memory is accessed 16 bytes at a time. Checked by

@@ -15,7 +15,7 @@ def examine(config: Any, weights: bool) -> None:
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: a target matches nothing, or does not go with another option.
+        ConfigError: a target matches nothing, or conflicts with another option.
     """
     if not weights and "torch" not in sys.modules and _is_known(config):
         return

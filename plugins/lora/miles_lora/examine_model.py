@@ -19,7 +19,7 @@ def examine(config: Any, weights: bool) -> None:
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: a target matches nothing, or does not go with another option.
+        ConfigError: a target matches nothing, or conflicts with another option.
     """
     examine_model(config, weights)
     options, path = config.plugin("lora"), config.model.ref_load or config.model.hf_checkpoint

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FLAG = "--lora-adapter"
 _PREFIX = "base_model.model."
+#: Entries of peft's configuration for parts that this plugin does not compute: whole trained modules, and other scales of some modules.
+_UNSUPPORTED = ("modules_to_save", "alpha_pattern")
 
 
 def names_of(targets: Sequence[Target]) -> dict[str, str]:
@@ -137,11 +139,11 @@ def read_adapter(
 
 
 def check_adapter(directory: str, options: LoraOptions, base: str) -> None:
-    """Check from its configuration that an adapter continues with these options. Log a warning if it names another base than ``base``: a
-    converted or moved checkpoint has another name, too.
+    """Check, from its configuration, that training an adapter can continue with these options. Log a warning if it names another base than
+    ``base``, because a converted or moved checkpoint has another name, too.
 
     Raises:
-        ConfigError: its rank, scale or kind differs, or it is no adapter.
+        ConfigError: its rank, scale or kind differs, or its configuration cannot be read.
     """
     file = Path(directory) / CONFIG
     try:
@@ -150,20 +152,24 @@ def check_adapter(directory: str, options: LoraOptions, base: str) -> None:
         raise ConfigError(
             f"{FLAG} {directory}: {CONFIG} cannot be read ({error}); give a directory that peft saved"
         ) from error
-    if stored.get("peft_type") != "LORA" or stored.get("use_dora") or stored.get("modules_to_save"):
-        kind = "DORA" if stored.get("use_dora") else stored.get("peft_type")
-        extra = " with modules_to_save" if stored.get("modules_to_save") else ""
+    if not isinstance(stored, dict):
+        raise ConfigError(
+            f"{FLAG} {directory}: {CONFIG} holds a {type(stored).__name__} instead of an object; give a directory that peft saved"
+        )
+    kind = "DORA" if stored.get("use_dora") else stored.get("peft_type")
+    extra = next((f" with {entry}" for entry in _UNSUPPORTED if stored.get(entry)), "")
+    if kind != "LORA" or extra:
         raise ConfigError(
             f"{FLAG} {directory}: it is an adapter of the kind {kind}{extra}; this plugin trains plain LoRA"
         )
-    for key, flag, mine in (
-        ("r", "--lora-rank", options.rank),
-        ("lora_alpha", "--lora-alpha", options.alpha),
-        ("use_rslora", "--lora-use-rslora", options.use_rslora),
+    for key, setting, mine in (
+        ("r", f"--lora-rank {options.rank}", options.rank),
+        ("lora_alpha", f"--lora-alpha {options.alpha:g}", options.alpha),
+        ("use_rslora", "--lora-use-rslora" if options.use_rslora else "--no-lora-use-rslora", options.use_rslora),
     ):
         if stored.get(key, mine) != mine:
             raise ConfigError(
-                f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {flag} {mine:g}; make them equal"
+                f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {setting}; make them equal"
             )
     named = str(stored.get("base_model_name_or_path") or base)
     if Path(named).name != Path(base).name:

@@ -63,7 +63,7 @@ class AdapterTransport(Transport):
             for name, tensor in unit.parts.items():
                 if name not in self._names:
                     raise SyncError(
-                        f"the stream has {name}, which is no adapter; another plugin added it (wrap_weights)"
+                        f"the stream has {name}, which is not an adapter; another plugin added it (wrap_weights)"
                     )
                 tensors[self._names[name]] = tensor.detach().to("cpu").contiguous()
         if not tensors:  # another rank sends them

@@ -90,7 +90,7 @@ def _entry(row: dict[str, Any]) -> tuple[str, Any, Any]:
     )
 
 
-#: An option of TransformerEngine that is no field of Megatron-Core's configurations.
+#: An option of TransformerEngine that is not a field of Megatron-Core's configurations.
 _BACKWARD = (
     "backward_override",
     str,

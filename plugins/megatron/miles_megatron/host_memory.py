@@ -54,20 +54,20 @@ class HostMemory:
 
 def host_memory(facts: Facts, a: Architecture, s: Sizes, w: Work) -> HostMemory:
     """Estimate the host memory of a machine; that of the stage with the most parameters counts for all of its ranks."""
-    whole = memory(a, s, replace(w, offloaded=0.0))
-    each = min(s.ranks, int(facts.value("gpu.count") or _MACHINE))
-    state, weights = max(stage.optimiser for stage in whole), max(stage.weights for stage in whole)
+    stages = memory(a, s, replace(w, offloaded=0.0))
+    ranks = min(s.ranks, int(facts.value("gpu.count") or _MACHINE))
+    state, weights = max(stage.optimiser for stage in stages), max(stage.weights for stage in stages)
     parameters = state / w.state if w.state else 0.0  # of a rank's share of the optimizer
     pinned = parameters * (_GRADIENT + _PINNED_PARAMETER)
-    there = w.offloaded * (state + parameters * _GRADIENT + (PINNED - 1) * pinned)
+    offloaded = w.offloaded * (state + parameters * _GRADIENT + (PINNED - 1) * pinned)
     colocated = bool(facts.value("colocate"))
     reference = bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef"))
     return HostMemory(
-        optimizer=each * there,
-        sleeping=each * PINNED * (weights + (1 - w.offloaded) * state) if colocated else 0.0,
-        reference=each * PINNED * weights if reference else 0.0,
-        checkpoint=each * (parameters * 2.0 + state) if facts.value("async_save") else 0.0,
-        processes=each * _PROCESS * (2 if colocated else 1),
+        optimizer=ranks * offloaded,
+        sleeping=ranks * PINNED * (weights + (1 - w.offloaded) * state) if colocated else 0.0,
+        reference=ranks * PINNED * weights if reference else 0.0,
+        checkpoint=ranks * (parameters * 2.0 + state) if facts.value("async_save") else 0.0,
+        processes=ranks * _PROCESS * (2 if colocated else 1),
     )
 
 

@@ -99,6 +99,7 @@ def _alternate(both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _interleaved(tensors: Sequence[Tensor], a: Architecture) -> Tensor:
+    """Return queries, keys and values of the checkpoint as one tensor in the layout ``qkv``."""
     groups = [t.reshape(a.kv_heads, -1, *t.shape[1:]) for t in tensors]
     if a.output_gate:
         groups[0] = _swap(groups[0], a.heads // a.kv_heads, 2)
@@ -106,6 +107,7 @@ def _interleaved(tensors: Sequence[Tensor], a: Architecture) -> Tensor:
 
 
 def _separated(whole: Tensor, a: Architecture) -> list[Tensor]:
+    """Return the checkpoint's queries, keys and values: the inverse of ``_interleaved``."""
     heads = a.heads // a.kv_heads
     per = heads * a.head_dim * (2 if a.output_gate else 1)
     groups = whole.reshape(a.kv_heads, -1, *whole.shape[1:])
@@ -130,11 +132,12 @@ def _sections(entry: Entry, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _ungrouped(entry: Entry, shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return the checkpoint's tensors from the shards of all ranks."""
-    sizes = [size for sizes in entry.sections for size in sizes]
-    parts = [s.split([size // len(shards) for size in sizes]) for s in shards]
-    sections = iter([torch.cat(ranks) for ranks in zip(*parts, strict=True)])
-    return [
-        torch.cat([next(sections).unflatten(0, (entry.groups, -1)) for _ in sizes], 1).flatten(0, 1)
-        for sizes in entry.sections
-    ]
+    """Return the checkpoint's tensors from the shards of all ranks: the inverse of ``_sections`` and the split across ranks."""
+    rows = [size // len(shards) for sizes in entry.sections for size in sizes]
+    by_rank = [shard.split(rows) for shard in shards]
+    sections = iter([torch.cat(parts) for parts in zip(*by_rank, strict=True)])
+    found = []
+    for sizes in entry.sections:
+        groups = [next(sections).unflatten(0, (entry.groups, -1)) for _ in sizes]
+        found.append(torch.cat(groups, 1).flatten(0, 1))
+    return found

@@ -29,7 +29,7 @@ _ADAPTER = "the trainer sets it"
 _RANDOM = "it would make a policy's log-probabilities random"
 _NO_USE = "a training step does not read it"
 _NOT_YET = "the trainer does not support it"
-#: Name pattern -> why such fields are no options.
+#: Name pattern -> why such fields are not options.
 NOT_OPTIONS: dict[str, str] = {
     # the model
     r"num_layers|hidden_size|num_attention_heads|num_query_groups|ffn_hidden_size|kv_channels|num_moe_experts": _CHECKPOINT,
@@ -106,7 +106,7 @@ def rows(core: Path) -> list[dict[str, Any]]:
 
 
 def why_not(name: str) -> str | None:
-    """Return why a field is no option; None if it is one."""
+    """Return why a field is not an option; None if it is one."""
     return next((why for pattern, why in NOT_OPTIONS.items() if re.fullmatch(pattern, name)), None)
 
 

@@ -1,4 +1,4 @@
-"""The rule of ``format`` as Triton kernels, which read their input once and write codes and scales, or dequantised values.
+"""The conversions of ``format`` as Triton kernels, which read their input once and write codes and scales, or dequantised values.
 
 Their results are bitwise equal to the reference. A block's maximum is taken over bit patterns (which order like magnitudes, including
 denormals and NaN); exponent and mantissa are read from the bits, as frexp does; dividing by a power of two is an exact multiplication by its

@@ -1,4 +1,4 @@
-"""The rule of ``format`` as Triton kernels: quantisation, dequantisation, and a matrix's largest magnitude.
+"""The conversions of ``format`` as Triton kernels: quantisation, dequantisation, and a matrix's largest magnitude.
 
 Their results are bitwise equal to the reference: every operation rounds once to FP32 in the same order (``div_rn`` is the correctly rounded
 division), maxima are taken over the bit patterns of magnitudes, where NaN is the largest, and the GPU's conversion to E4M3 rounds to nearest

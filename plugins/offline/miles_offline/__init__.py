@@ -140,7 +140,7 @@ plugin = Plugin(
             because="its losses have no ratio to an old policy that could be clipped",
         ),
         Rule("rollout.temperature == 1", because="the likelihood of given text has no sampling temperature"),
-        Rule("reward.overlong_buffer_len == none", because="the reward of a row is no part of its loss"),
+        Rule("reward.overlong_buffer_len == none", because="the loss of a row does not contain its reward"),
         Rule(
             "rollout.max_prompt_len == none",
             because="rows are limited by their whole length: --rollout-max-context-len",

@@ -173,24 +173,38 @@ class HeldOut:
 
 
 async def measure(handle: LearnerHandle, samples: Sequence[Sample], estimator: str) -> dict[str, float]:
-    """Return the mean negative log-likelihood of the trained tokens, in nats; of preferences, that of the chosen texts, and the fraction of
-    pairs whose chosen text has the larger log-ratio to the reference (for ``ipo`` per token). For ``kto``, every desirable text forms a pair
-    with every other one. For ``reward_model``, see there."""
+    """Return the metrics of held-out samples.
+
+    - ``offline/held_out_nll``: mean negative log-likelihood per trained token, in nats, without rejected and undesirable texts.
+    - ``offline/held_out_accuracy``: see ``_accuracy``; absent in supervised training.
+
+    ``reward_model`` has other metrics, see ``reward_model.measure``.
+    """
     if estimator == "reward_model":
         return await reward_model.measure(handle, samples)
-    counts = [sum(sample.mask) for sample in samples]
-    own = [float(each.sum(dtype=np.float64)) for each in await handle.log_probs(samples)]
-    chosen = [number for number, sample in enumerate(samples) if sample.reward]
-    metrics = {"offline/held_out_nll": -sum(own[i] for i in chosen) / sum(counts[i] for i in chosen)}
-    if len(chosen) < len(samples):
-        found = await handle.columns(samples, "ref", ("log_probs",))
-        ratios = [a - float(b["log_probs"].sum(dtype=np.float64)) for a, b in zip(own, found, strict=True)]
+    totals = [float(each.sum(dtype=np.float64)) for each in await handle.log_probs(samples)]
+    good = np.array([bool(sample.reward) for sample in samples])
+    counts = np.array([sum(sample.mask) for sample in samples])
+    metrics = {"offline/held_out_nll": float(-np.array(totals)[good].sum() / counts[good].sum())}
+    if not good.all():
+        reference = await handle.columns(samples, "ref", ("log_probs",))
+        ratios = np.array(totals) - [columns["log_probs"].sum(dtype=np.float64) for columns in reference]
         if estimator == "ipo":
-            ratios = [ratio / max(count, 1) for ratio, count in zip(ratios, counts, strict=True)]
-        if estimator == "kto":
-            good = np.array([sample.reward for sample in samples], dtype=bool)
-            better = np.array(ratios)[good][:, None] > np.array(ratios)[~good]
-        else:  # a rejected text follows its chosen one
-            better = np.array([ratios[i] > ratios[i + 1] for i in chosen])
-        metrics["offline/held_out_accuracy"] = float(better.mean())
+            ratios /= np.maximum(counts, 1)
+        metrics["offline/held_out_accuracy"] = _accuracy(ratios, good, estimator)
     return metrics
+
+
+def _accuracy(ratios: np.ndarray, good: np.ndarray, estimator: str) -> float:
+    """Return the fraction of pairs whose better text has the larger log-ratio to the reference. For ``kto``, every desirable text forms a
+    pair with every undesirable one.
+
+    Args:
+        ratios: [samples], per token for ``ipo``.
+        good: [samples] bool, whether a text is chosen or desirable.
+        estimator: ``--advantage-estimator``.
+    """
+    if estimator == "kto":
+        return float((ratios[good][:, None] > ratios[~good]).mean())
+    chosen = np.flatnonzero(good)  # a rejected text follows its chosen one
+    return float((ratios[chosen] > ratios[chosen + 1]).mean())

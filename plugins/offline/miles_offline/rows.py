@@ -177,7 +177,7 @@ def read_tools(row: Mapping[str, Any], place: str) -> list[Any]:
 
 
 def read_margin(row: Mapping[str, Any], place: str) -> float:
-    """Return the number in the column ``margin``; 0 without it. DataError if it is no finite number."""
+    """Return the number in the column ``margin``; 0 without it. DataError if it is not a finite number."""
     margin = row.get(MARGIN_COLUMN)
     if margin is None:
         return 0.0

@@ -74,7 +74,7 @@ class HostState(MutableMapping[Tensor, State]):
 
     Args:
         host: parameter -> its copy on the host.
-        state: the state by these copies.
+        state: copy -> its state.
     """
 
     def __init__(self, host: Mapping[Tensor, Tensor], state: MutableMapping[Tensor, State]) -> None:

@@ -24,7 +24,7 @@ ESTIMATED = (
     "estimated: all memory and seconds, from the GPU's peak rates and measured efficiencies (sources: plugins/planner/miles_planner/rates.toml; "
     "compared with published runs in docs/planning.md)"
 )
-#: Facts of the hardware that a plan may contain as changes; they are no options.
+#: Facts of the hardware that a plan may contain as changes; they are not options.
 _HARDWARE = ("gpu.",)
 
 

@@ -70,7 +70,7 @@ def decode(payload: bytes) -> NDArray[np.int32]:
     """
     if len(payload) < _HEADER.size or payload[:3] != _MAGIC:
         raise DataError(
-            f"{len(payload)} bytes are no routing record: it begins with {_MAGIC!r} and {_HEADER.size} bytes of header"
+            f"{len(payload)} bytes are not a routing record: it begins with {_MAGIC!r} and {_HEADER.size} bytes of header"
         )
     *head, digest = _HEADER.unpack_from(payload)
     _, code, partial, experts, tokens, layers, k = head

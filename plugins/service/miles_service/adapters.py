@@ -1,8 +1,8 @@
 """The models of the service: adapters that clients train, and samplers that generate with their saved weights.
 
 An adapter is a policy that trains without an engine. A sampler is a frozen policy with an engine, which loads saved adapters; all of them share
-the base's weights. Saved weights never change, so a client's sampler keeps generating with them while training goes on. There are few
-samplers: one that is idle loads what is needed next.
+the base's weights. Training does not change saved weights, so a client's sampler keeps generating with them until the client overwrites
+them. There are few samplers: one that is idle loads what is needed next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.plugin import ConfigError, MilesError, Policy
-from miles_core.primitives import OpenPolicy, OpenRun, read_state
+from miles_core.primitives import STATE, OpenPolicy, OpenRun, read_state
 
 #: Options of Adam by the client's name, and the option of the policy.
 ADAM = {
@@ -66,13 +66,15 @@ class Sampler:
     Attributes:
         opened: the policy.
         shape: options of the adapter that it can load; None for the base alone.
-        weights: what it has loaded; None for the base.
+        weights: directory of the weights that it has loaded; None for the base.
+        saved: identity of the saved state in this directory when it was loaded; see ``_identify``.
         users: number of requests that use it now.
     """
 
     opened: OpenPolicy
     shape: dict[str, Any] | None
     weights: Path | None = None
+    saved: tuple[int, int] | None = None
     users: int = 0
 
 
@@ -148,8 +150,12 @@ class Adapters:
                 self._idle.notify_all()
 
     def _find(self, weights: Path | None) -> Sampler | None:
-        has = (each for each in self.samplers if each.weights == weights and (each.shape is None) == (weights is None))
-        return next(has, None)
+        saved = None if weights is None else _identify(weights)
+        for each in self.samplers:
+            same = each.weights == weights and saved in (each.saved, None)  # deleted weights stay loaded
+            if same and (each.shape is None) == (weights is None):
+                return each
+        return None
 
     async def _load(self, weights: Path | None) -> Sampler:
         """Load weights into a new sampler, or into an idle one if there are as many as allowed."""
@@ -168,9 +174,10 @@ class Adapters:
         found = found or await self._build(shape)
         if weights is not None:
             found.weights = None  # until the load is complete
+            saved = _identify(weights)
             await found.opened.load_state(weights)
             await found.opened.sync()
-            found.weights = weights
+            found.weights, found.saved = weights, saved
         return found
 
     async def _build(self, shape: dict[str, Any] | None) -> Sampler:
@@ -180,3 +187,12 @@ class Adapters:
         made = Sampler(await self.run.add(policy), shape)
         self.samplers.append(made)
         return made
+
+
+def _identify(directory: Path) -> tuple[int, int] | None:
+    """Return a value that differs after the state in a directory was overwritten; None if there is no state."""
+    try:
+        found = (directory / STATE).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -64,7 +64,7 @@ def decode_request(data: bytes) -> dict[str, Any]:
             "settings": settings,
             "data": [_datum(each) for each in found.get("data", ())],
         }
-    except (KeyError, IndexError, ValueError, struct.error) as error:
+    except (LookupError, ValueError, TypeError, OverflowError, struct.error) as error:  # a field of another type, too
         raise ApiError(400, f"the protobuf body cannot be decoded ({error!r})", "invalid_request") from error
 
 
@@ -137,7 +137,11 @@ def _varints(data: memoryview) -> list[int]:
 
 
 def encode_gradients(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Encode a ``ForwardBackwardOutput`` with the field ``logprobs``, one float32 array per datum."""
+    """Encode a ``ForwardBackwardOutput`` with the field ``logprobs``, one float32 array per datum.
+
+    The arrays are one record, a map of field name to batched tensor: all values one after another (1), the byte offsets of the arrays (2)
+    and the type (3). The output is the kind of record (1), the record (2) and a map of metrics (3).
+    """
     sizes = np.cumsum([0, *(array.nbytes for array in log_probs)], dtype="<i8")
     batched = _join(
         [_block(1, np.concatenate(log_probs).astype("<f4").tobytes()), _block(2, sizes.tobytes()), _number(3, 1)]

@@ -257,6 +257,26 @@ def test_samplers_keep_the_weights_they_were_made_with(server, client):
     assert np.isnan(sample(client, sessions[0], 2, prompt_logprobs_last_n=1)[2][:2]).all()
 
 
+def test_overwritten_weights_replace_those_that_a_sampler_has_loaded(server, client):
+    model = client.create()["model_id"]
+    path = client.save(model, 1, "best")["path"]
+
+    def session_of_path():
+        body = {"session_id": client.session, "sampling_session_seq_id": client.samplers, "model_path": path}
+        client.samplers += 1
+        return client.send("create_sampling_session", body)[1]["sampling_session_id"]
+
+    old = session_of_path()
+    before = sample(client, old, 0)[2]
+    client.result("forward_backward", forward_backward(model, 2, DATA, "cross_entropy"))
+    client.step(model, 3, lr=5e-2)
+    client.save(model, 4, "best", overwrite=True)
+    expected = sample(client, sampler(client, model, 5), 0)[2]
+    assert not np.array_equal(expected[1:], before[1:])
+    for session in (session_of_path(), old):  # a session names the path
+        np.testing.assert_allclose(sample(client, session, 1)[2], expected, atol=1e-6)
+
+
 def test_sampled_log_probs_are_the_trainers(server, client):
     model = client.create()["model_id"]
     client.result("forward_backward", forward_backward(model, 1, DATA, "cross_entropy"))

@@ -94,19 +94,23 @@ class DraftTraining:
 
     @torch.no_grad()
     def substitute_means(self, units: Iterator[WeightUnit]) -> Iterator[WeightUnit]:
-        """Yield the export stream with the draft's parameters replaced by their running means."""
-        names = {id(p): name for name, p in self.draft.policy.named_parameters()}
+        """Yield the export stream with the draft's parameters replaced by their running means. Units that contain means are not ``lasting``:
+        their tensors are views of copies, not of parameters."""
+        policy_names = {id(p): name for name, p in self.draft.policy.named_parameters()}
         means = {}
         for name, parameter in self.draft.parameters.items():
             # with the parameter's strides, because the exported tensors are views of it
-            laid = torch.empty_strided(
+            mean = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
             )
-            means[names[id(parameter)]] = laid.copy_(self.means[name])
-        own = {view.name: view for view in views(self.draft.policy) if view.source in means}
+            means[policy_names[id(parameter)]] = mean.copy_(self.means[name])
+        replaced = {view.name: view for view in views(self.draft.policy) if view.source in means}
         for unit in units:
-            found = {n: own[n].of(means[own[n].source]) if n in own else tensor for n, tensor in unit.tensors.items()}
-            yield replace(unit, tensors=found, lasting=unit.lasting and not own.keys() & found.keys())
+            tensors = {
+                name: replaced[name].of(means[replaced[name].source]) if name in replaced else tensor
+                for name, tensor in unit.tensors.items()
+            }
+            yield replace(unit, tensors=tensors, lasting=unit.lasting and replaced.keys().isdisjoint(tensors))
 
 
 def _record_hidden(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

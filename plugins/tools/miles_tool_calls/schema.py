@@ -95,7 +95,7 @@ def check_schema(schema: Any, where: str) -> dict[str, Any]:
     """Check the parameters of a tool that a server describes; returns them as a JSON schema of an object.
 
     Raises:
-        ConfigError: the value is no JSON schema of an object.
+        ConfigError: the value is not the JSON schema of an object.
     """
     if schema is None:
         return {"type": "object", "properties": {}}

@@ -26,7 +26,7 @@ from miles_tool_calls.schema import check_schema
 log = logging.getLogger(__name__)
 
 FLAG = "--mcp-servers"
-#: Seconds in which a server must start and list its tools.
+#: Seconds in which a server must start, and then list its tools.
 CONNECT = 60.0
 _KEYS = {"command", "args", "env", "cwd", "url", "headers", "tools", "type"}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -126,13 +126,22 @@ class Server:
         """Connect and list the tools.
 
         Raises:
-            ConfigError: the server does not start, or describes a tool with a schema that cannot be used.
+            ConfigError: the server does not start or list its tools, or describes a tool with a schema that cannot be used.
         """
         try:
             await self._connect()
-            listed = await self._list()
         except ToolFault as error:
             raise ConfigError(f"{FLAG}: {error}") from error
+        try:
+            async with asyncio.timeout(CONNECT):
+                listed = await self._list()
+        except ConfigError:
+            raise
+        except Exception as error:  # the server's answer, or the transport's own errors
+            why = f"no answer within {CONNECT:g} seconds" if isinstance(error, TimeoutError) else _innermost(error)
+            raise ConfigError(
+                f"{FLAG}: the MCP server {self.name} ({self._where}) did not list its tools: {why}; remove it if it has none"
+            ) from error
         chosen = self.entry.get("tools")
         missing = [name for name in chosen or () if name not in listed]
         if missing:

@@ -101,9 +101,24 @@ class Toolbox:
             await session.close()
 
     async def limited(self, awaitable: Callable[[], Any], seconds: float) -> Any:
-        """Await a call under the limit of concurrent calls; the time limit begins when it starts."""
-        async with self._limit, asyncio.timeout(seconds):
-            return await awaitable()
+        """Await a call under the limit of concurrent calls; the time limit begins when it starts.
+
+        Raises:
+            TimeLimitExceeded: the call took longer than ``seconds``. A ``TimeoutError`` comes from the tool.
+        """
+        async with self._limit:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await awaitable()
+            except TimeoutError:
+                if limit.expired():
+                    raise TimeLimitExceeded from None
+                raise
+
+
+class TimeLimitExceeded(Exception):
+    """A call took longer than its time limit; not a ``TimeoutError``, which a tool may raise itself."""
 
 
 def _runs_in_worker(function: Function) -> bool:
@@ -137,7 +152,11 @@ class Session:
         return await self._call_here(function, arguments, seconds, limit)
 
     async def _call_here(self, function: Function, arguments: dict[str, Any], seconds: float, limit: int) -> Outcome:
-        """Call an async function, or a method."""
+        """Call an async function or method in the event loop, or another method in a thread: instances live in this process.
+
+        Raises:
+            ToolFault: the instance cannot be made.
+        """
         try:
             bound = function.bind(arguments)
         except ValueError as error:
@@ -151,12 +170,12 @@ class Session:
             else:
                 value = await self.box.limited(lambda: call_in_thread(lambda: target(**bound), "tool"), seconds)
             return Outcome(**to_answer(value, limit))
-        except TimeoutError:
+        except TimeLimitExceeded:
             text = f"Error: the call took longer than {seconds:g} seconds and was ended"
             return Outcome(text, failed=True, broken=not function.is_async)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if task is None or task.cancelling():  # the sample is cancelled; otherwise the tool raised it
                 raise
             return Outcome.error("CancelledError")
         except (KeyboardInterrupt, OutOfTime, GeneratorExit):

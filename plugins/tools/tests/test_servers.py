@@ -123,6 +123,37 @@ def test_a_server_over_standard_streams(box):
     assert made.servers[0]._task is None
 
 
+WITHOUT_TOOLS = """
+import json, sys
+
+for line in sys.stdin:
+    message = json.loads(line)
+    reply = {"jsonrpc": "2.0", "id": message.get("id")}
+    if message.get("method") == "initialize":
+        about = {"capabilities": {}, "serverInfo": {"name": "prompts", "version": "1"}}
+        print(json.dumps(reply | {"result": about | {"protocolVersion": message["params"]["protocolVersion"]}}), flush=True)
+    elif "id" in message and not (message["method"] == "tools/list" and "silent" in sys.argv):
+        print(json.dumps(reply | {"error": {"code": -32601, "message": "Method not found"}}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("mode", "why"), [("error", "Method not found"), ("silent", "no answer within 5 seconds")])
+def test_a_server_that_does_not_list_its_tools(box, tmp_path, monkeypatch, mode, why):
+    monkeypatch.setattr(servers, "CONNECT", 5.0)
+    (tmp_path / "prompts.py").write_text(WITHOUT_TOOLS)
+    made = box(command=sys.executable, args=[str(tmp_path / "prompts.py"), mode])
+
+    async def start():
+        try:
+            async with asyncio.timeout(20):
+                await made.start()
+        finally:
+            await made.stop()
+
+    with pytest.raises(ConfigError, match=rf"the MCP server demo \(.*\) did not list its tools: .*{why}"):
+        asyncio.run(start())
+
+
 def test_a_server_over_http(box, tmp_path):
     made = box()
     with socket.socket() as free:

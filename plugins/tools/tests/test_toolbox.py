@@ -39,6 +39,8 @@ def misbehave(how: str) -> object:
 
 async def wait(seconds: float) -> str:
     """Wait."""
+    if seconds < -1:
+        raise TimeoutError("no answer")
     if seconds < 0:
         raise asyncio.CancelledError
     await asyncio.sleep(seconds)
@@ -59,6 +61,8 @@ class Notes:
             time.sleep(.4)
         if text == "exit":
             sys.exit(1)
+        if text == "time":
+            raise TimeoutError("no answer")
         self.notes.append(text)
         return len(self.notes)
 
@@ -160,6 +164,12 @@ def test_async_functions_and_instances_of_a_sample(path):
     assert slow.broken  # its thread still changes the instance
     with pytest.raises(ToolFault, match="the tool class Notes cannot be instantiated: OSError: disk full"):
         call_all(box, ("read", {}), metadata={"bad": True})
+
+
+def test_a_timeout_error_of_the_tool_itself_is_an_ordinary_error(path):
+    box = Toolbox(ToolsConfig(functions=(f"{path}:wait", f"{path}:Notes")))
+    calls = [("wait", {"seconds": -2}), ("write", {"text": "time"})]
+    assert call_all(box, *calls) == [Outcome.error("TimeoutError: no answer")] * 2  # not broken: the instance is idle
 
 
 def test_concurrent_calls_are_limited(path):

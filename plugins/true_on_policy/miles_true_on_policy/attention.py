@@ -44,7 +44,7 @@ def attend(
     """Compute the attention of one layer; see ``miles_embedded.Attention``.
 
     Raises:
-        ConfigError: an indexer chose keys, tokens of an image see each other, or ``sequences_of`` does not support the call.
+        ConfigError: an indexer chose keys, attention is bidirectional within images, or ``sequences_of`` does not support the call.
     """
     if options is not None and options.choice is not None:
         raise ConfigError(

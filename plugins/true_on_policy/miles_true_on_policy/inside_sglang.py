@@ -55,7 +55,7 @@ def _replace_steps(backbone: Any) -> None:
 
     device = next(backbone.parameters()).device
     table = make_operations(device)
-    done = use_operations(backbone, replace(table, norm=None))  # SGLang's norms are no modules of Transformers
+    done = use_operations(backbone, replace(table, norm=None))  # SGLang's norms are not modules of Transformers
     norms = [module for module in backbone.modules() if type(module).__name__.endswith("RMSNorm")]
     for module in norms:
         assert table.norm is not None

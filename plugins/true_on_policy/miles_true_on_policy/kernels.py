@@ -113,7 +113,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply sorted rows by the matrix of their group, without a number from the device.
+    """Multiply sorted rows by the matrix of their group, without a synchronisation with the device.
 
     Args:
         x: [rows, inner], sorted by group.

@@ -34,7 +34,9 @@ def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) 
         return _equal[key]
     found = _equal[key] = {}
     if dtype not in (torch.bfloat16, torch.float16) or columns % 8 or inner % 8:
-        return found  # the library's choice also depends on the alignment of rows that are no multiple of 16 bytes
+        return (
+            found  # the library's choice also depends on the alignment of rows whose size is not a multiple of 16 bytes
+        )
     sizes = [size for size in SIZES if size * columns <= _MOST]
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)

@@ -1,6 +1,6 @@
 """Log-softmax of logits on a GPU with one program per row, whatever the vocabulary.
 
-PyTorch reads a row in pieces that depend on the alignment of its first entry, and so on the row's number where the vocabulary is no multiple
+PyTorch reads a row in pieces that depend on the alignment of its first entry, and so on the row's number where the vocabulary is not a multiple
 of 4.
 
 One kernel computes the level and the log of the sum of a row. The log-probability of an entry is the entry minus both, whether all entries are

@@ -58,7 +58,7 @@ class Arena(Environment):
             game.reset(num_players=1, seed=0)
         except AssertionError as error:
             raise ConfigError(
-                f"--environments textarena:{entry.task}: it is no game for one player ({error}); a rollout function of a plugin can let "
+                f"--environments textarena:{entry.task}: it is not a game for one player ({error}); a rollout function of a plugin can let "
                 "policies play against each other"
             ) from error
 

@@ -1,6 +1,6 @@
 """``gymnasium:ID`` or ``gymnasium:module:Class``: environments with Gymnasium's interface whose observations and actions are texts.
 
-An observation that is a mapping is shown by its entry ``text``, others that are no texts as JSON; with ``render_mode=ansi`` the text of
+An observation that is a mapping is shown by its entry ``text``, others that are not texts as JSON; with ``render_mode=ansi`` the text of
 ``render`` is shown instead. The action is the answer as text, or ``to_action(answer)`` if the environment has this method; for discrete actions
 it is the last whole number in the answer. A reset draws the task from the seed. Options are arguments of the environment.
 """
@@ -19,6 +19,8 @@ from miles_environments.environment import Environment, Episode, Step, Task
 
 #: Seeds are drawn from this range, which numpy's generators take.
 SEEDS = 2**31 - 1
+#: Longest number that an answer may name as its action; Python does not convert numbers of thousands of digits.
+_DIGITS = 18
 
 
 class GymEpisode(Episode):
@@ -38,10 +40,10 @@ class GymEpisode(Episode):
         count = _count(self._made)
         chosen: Any = convert(action) if convert else action
         if convert is None and count is not None:
-            numbers = re.findall(r"-?\d+", action)
-            if not numbers or not 0 <= int(numbers[-1][:9]) < count:
+            last = next(reversed(re.findall(r"-?\d+", action)), "-1")
+            chosen = int(last) if len(last) <= _DIGITS else -1
+            if not 0 <= chosen < count:
                 return Step(f"The action must be a whole number from 0 to {count - 1}.", 0.0, False)
-            chosen = int(numbers[-1])
         observation, reward, ended, truncated, _ = self._made.step(chosen)
         return Step(self._show(observation), float(reward), bool(ended or truncated))
 

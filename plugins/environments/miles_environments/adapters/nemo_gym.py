@@ -81,7 +81,7 @@ class ResourcesServer(Environment):
             raise ConfigError(f"{where}: {error}; start the server before the run") from error
         self.several_turns = "/step" in paths
         if not self.several_turns and "/verify" not in paths:
-            raise ConfigError(f"{where}: it is no resources server, which answers /verify or /step")
+            raise ConfigError(f"{where}: it is not a resources server, which answers /verify or /step")
 
     def task(self, number: int, level: int) -> Task:
         row = self._rows[number]

@@ -27,7 +27,7 @@ class Taskset(Environment):
         module, _, name = entry.task.rpartition(":")
         found = getattr(importlib.import_module(module), name, None)
         if not (isinstance(found, type) and issubclass(found, vf.Taskset)):
-            raise ConfigError(f"{where}: it is no verifiers.v1.Taskset; write verifiers:module:Class")
+            raise ConfigError(f"{where}: it is not a verifiers.v1.Taskset; write verifiers:module:Class")
         self._tasks = TaskList(found(_config_type(found)(**entry.options)), where)
         self.length = self._tasks.length
         self._check_runtime(self._tasks[0], where)

@@ -20,5 +20,5 @@ def make(entry: Entry, seed: int) -> Environment:
     module = import_code(path, "environments", where)
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise ConfigError(f"{where}: {name} is no subclass of miles_environments.Environment")
+        raise ConfigError(f"{where}: {name} is not a subclass of miles_environments.Environment")
     return found(seed=seed, **entry.options)  # type: ignore[call-arg]

@@ -2,9 +2,9 @@
 
 A family's module has two functions. ``read(config) -> Architecture`` parses ``config.json`` without importing torch.
 ``layer(architecture, m, h, kind)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
-Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. ``NAMES`` lists other names outside of layers than
-Llama's. To add a family, write such a module and add a line to ``FAMILIES``; ``parts`` has the building blocks that families share.
-``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
+Megatron-Core, ``h`` the prefix in the checkpoint, and ``kind`` the kind of the layer. ``NAMES`` lists the names of tensors outside of
+layers that differ from Llama's. To add a family, write such a module and add a line to ``FAMILIES``; ``parts`` has the building blocks
+that families share. ``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
 
 Checkpoints store an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer ``num_hidden_layers``: a layer like the last
 one, with an additional projection and three norms. Some checkpoints also store copies of the embedding and the output layer there, which

@@ -51,9 +51,9 @@ class VirtualEngine:
     """One engine.
 
     Args:
-        speed: seconds of its work.
+        speed: cost model of decoding and prefill.
         ledger: shared by all engines.
-        slots: requests in the batch at most.
+        slots: maximum batch size.
 
     Attributes:
         version: version of the weights.
@@ -119,12 +119,13 @@ class VirtualEngine:
     def abort(self, keys: Collection[int] | None) -> None:
         """Return the partial responses of these requests, None for all."""
         self._advance()
-        few = keys is not None and len(keys) < len(self.flights)
-        found = [key for key in keys or () if key in self.flights] if few else [*self.flights]
-        wanted = None if keys is None or few else set(keys)
+        if keys is not None and len(keys) < len(self.flights):  # the usual case, without a pass over all requests
+            found = [key for key in keys if key in self.flights]
+        else:
+            wanted = None if keys is None else set(keys)
+            found = [key for key in self.flights if wanted is None or key in wanted]
         for key in found:
-            if wanted is None or key in wanted:
-                self._return(self.flights[key])
+            self._return(self.flights[key])
         self._queue = deque(flight for flight in self._queue if not flight.answer.done())
         self._settle_soon()
 
@@ -165,14 +166,16 @@ class VirtualEngine:
         self._set_timer()
 
     def _rest(self, flight: Flight) -> float:
+        """Return the number of tokens that a request of the batch still has to decode."""
         return flight.total - flight.done - (self._steps - (flight.joined or 0.0))
 
     def _admit(self) -> None:
-        """Move waiting requests into the batch and compute their prompts, for which decoding waits."""
+        """Move waiting requests into the batch while slots and cache allow it. Decoding waits while their prompts are computed."""
         while self._queue and not self.paused and len(self._batch) < self.slots:
             flight = self._queue[0]
             context = flight.prompt + flight.done
-            if self._batch and self._context + context + len(self._batch) + 1 >= self.speed.cache:
+            next_step = len(self._batch) + 1  # every request gains one token
+            if self._batch and self._context + context + next_step >= self.speed.cache:
                 return
             self._queue.popleft()
             group = flight.request.group
@@ -220,6 +223,7 @@ class VirtualEngine:
         return decode.base(batch) + decode.per_token * self._context, decode.per_token * batch / 2
 
     def _set_timer(self) -> None:
+        """Set the timer for the next change: the first request ends, or the cache is full."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

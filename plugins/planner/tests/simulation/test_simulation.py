@@ -143,7 +143,7 @@ def test_the_command_compares_and_draws(words, tmp_path, capsys):
         ({"num_rollout": 1}, "--num-rollout 1 leaves no step after --warm-up-steps 1"),
         ({"decode_curve": "/nowhere.json"}, "--decode-curve /nowhere.json"),
         ({"model_config": "/nowhere"}, "--model-config /nowhere"),
-        ({"gpu": "Z9", "parameters": 1e9}, "--gpu Z9: its rates are unknown; known are A100"),
+        ({"gpu": "Z9", "parameters": 1e9}, "--gpu Z9: its rates are unknown; choose one of A100"),
         ({"parameters": 1e12}, "its weights need 2000 GB; raise --engine-size"),
         ({"splits": "3"}, "--splits 3: write GPUs of engines"),
         ({"splits": "1+1,48+99"}, "--splits 48+99: this is 147 GPUs, but --engine-gpus 1 and --trainer-gpus 1 are 2;"),
