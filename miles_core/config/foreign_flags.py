@@ -105,6 +105,9 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """Return an error message for a requested plugin that is not installed."""
+    words = name.replace(";", " ").split()
+    if len(words) > 1 and all(word in schema.manifests for word in words):
+        return f"no plugin is named {name!r}; separate plugins by commas: {','.join(words)}"
     nearest = did_you_mean(name, [other for other, plugin in schema.manifests.items() if not plugin.standard], "; ")
     package = f"miles-plugin-{name.replace('_', '-')}"
     return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; its package is usually named {package}"

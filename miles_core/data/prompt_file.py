@@ -180,7 +180,7 @@ class JsonlFile:
                 f"{place}: not UTF-8 (byte {error.start} of the line); convert the file to UTF-8"
             ) from error
         except json.JSONDecodeError as error:
-            hint = "; write one object a line, not one array" if number == 1 and line.lstrip()[:1] == b"[" else ""
+            hint = "; write one object per line, not one array" if number == 1 and line.lstrip()[:1] == b"[" else ""
             raise DataError(f"{place}: malformed JSON: {error.msg} at column {error.colno}{hint}") from error
         except (
             ValueError,

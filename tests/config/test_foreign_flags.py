@@ -56,6 +56,9 @@ def test_an_absent_plugin_is_explained(manifests):
     )  # somebody else may own a package of that name
     assert "did you mean replay" in foreign_flags.explain_plugin("relpay", schema)
     assert "pip" not in foreign_flags.explain_plugin("no name", schema)
+    assert foreign_flags.explain_plugin("replay no", schema).startswith("no plugin 'replay no' is installed")
+    separated = foreign_flags.explain_plugin("replay replay", schema)
+    assert separated == "no plugin is named 'replay replay'; separate plugins by commas: replay,replay"
 
 
 def test_the_table_holds_no_flag_that_core_has():

@@ -86,7 +86,7 @@ def test_resuming_with_other_data_is_refused(ten, tmp_path):
     ("text", "message"),
     [
         ('{"input": "a"}\n{"input": \n', r":2: malformed JSON: Expecting value at column"),
-        ('[{"input": "a"},\n', r":1: malformed JSON.*one object a line"),
+        ('[{"input": "a"},\n', r":1: malformed JSON.*one object per line"),
         ('{"input": "a"}\n["a"]\n', r":2: a row must be a JSON object with keys, this is an array"),
         ('{"prompt": "a", "x": 1}\n', r":1: no key 'input' for the prompt; choose --input-key from: 'prompt', 'x'"),
         ('{"input": ""}\n', r":1: the prompt 'input' is empty"),
