@@ -22,6 +22,7 @@ from miles_tools.foreign import programs
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
+        ("--lr-schedule", "did you mean --lr-decay-style (train.lr_schedule in files)?"),
         ("--learning_rate", "--learning_rate, an option of TRL; here: --lr X"),
         ("--report-to", "here: --use-wandb, --use-tensorboard"),
         ("--zzz", "miles train --help lists all flags (the flags of a plugin exist once it is installed)"),
