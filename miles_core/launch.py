@@ -92,12 +92,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     """
     with claim_directory(config) as directory:
         set_environment(plan)
-        run, inputs = check_inputs(config, plan, manifests, directory)
+        with logs.hold_records() as records:  # a start that is refused leaves no log file
+            run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
         resume_from = locate_checkpoint(load, plan.record()) if load is not None else None
         console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         previous = _write_start(run)
         _log_start(plan, directory, resume_from)
+        logs.release_records(records)
         start = checkpoint_step(resume_from) if resume_from else None
         if resume_from and start is not None and is_complete(run, resume_from):
             run.step = start
