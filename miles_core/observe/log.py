@@ -42,6 +42,15 @@ class _File(logging.FileHandler):
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
+class _Holder(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 @contextmanager
 def hold_records() -> Iterator[list[logging.LogRecord]]:
     """Collect the records of ``miles_core`` that the body logs before ``configure`` is called, for ``release_records``. If the body raises,
@@ -49,8 +58,7 @@ def hold_records() -> Iterator[list[logging.LogRecord]]:
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("miles_core")
     level, propagate = logger.level, logger.propagate
-    holder = logging.Handler()
-    holder.emit = records.append  # type: ignore[method-assign]
+    holder = _Holder(records)
     logger.addHandler(holder)
     logger.setLevel(logging.INFO)
     logger.propagate = False
