@@ -34,9 +34,7 @@ def cudnn_runs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     if importlib.util.find_spec("cudnn") is None:
-        log.info(
-            "training on long sequences is faster with cuDNN's attention: pip install --no-deps nvidia-cudnn-frontend"
-        )
+        log.info("training on long sequences is faster with cuDNN's attention: pip install --no-deps nvidia-cudnn-frontend")
         return False
     try:
         _handle(device)
