@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -92,23 +92,25 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     """
     with claim_directory(config) as directory:
         set_environment(plan)
-        run, inputs = check_inputs(config, plan, manifests, directory)
+        with logs.hold_records() as records:  # a start that is refused leaves no log file
+            run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
         resume_from = locate_checkpoint(load, plan.record()) if load is not None else None
         console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
-        _write_start(run)
+        previous = _write_start(run)
         _log_start(plan, directory, resume_from)
+        logs.release_records(records)
         start = checkpoint_step(resume_from) if resume_from else None
         if resume_from and start is not None and is_complete(run, resume_from):
             run.step = start
             return Launched(run, [], _log_ending(run, "finished"))
         progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
-        with _record_error(run, start or 0):  # a sink that cannot be reached
+        with _record_error(run, previous, start or 0):  # a sink that cannot be reached
             run_log = make_log(run, manifests, progress, start)
         seed_generators(config.train.seed)
         with handle_signals(run) as stopped, report_exits(lambda what: _report_exit(run, what)):
             try:
-                with _record_error(run), run_log.progress:
+                with _record_error(run, previous), run_log.progress:
                     try:
                         parts = _run_coroutine(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
@@ -210,16 +212,22 @@ def _log_start(plan: Plan, directory: Path, resume_from: Path | None) -> None:
         log.info("%s", line)
     log.info("run directory: %s", directory)
     for change in changes(resume_from, plan.record()) if resume_from else ():
-        log.warning("continuing with a change: %s", change)
+        own = (
+            "; the weights that are trained are those of the checkpoint" if change.name == "model.hf_checkpoint" else ""
+        )
+        log.warning("continuing with a change: %s%s", change, own)
 
 
-def _write_start(run: Run) -> None:
-    """Write the configuration, the plan and the environment to the run directory."""
+def _write_start(run: Run) -> dict[Path, bytes]:
+    """Write the configuration, the plan and the environment to the run directory; return the previous contents of the first two."""
+    files = [run.directory / "config.yaml", run.directory / "plan.json"]
     try:
+        previous = {file: file.read_bytes() for file in files if file.is_file()}
         (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
-        (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
-        (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
+        files[0].write_text(redact(run.config.to_yaml()), encoding="utf-8")
+        files[1].write_text(json.dumps(run.plan.record()), encoding="utf-8")
         write_environment(run.directory)
+        return previous
     except OSError as error:
         raise ConfigError(
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
@@ -228,9 +236,10 @@ def _write_start(run: Run) -> None:
 
 
 @contextmanager
-def _record_error(run: Run, step: int | None = None) -> Iterator[None]:
+def _record_error(run: Run, previous: Mapping[Path, bytes], step: int | None = None) -> Iterator[None]:
     """Log and record an error that ends the run; ``step`` is the number of steps if ``run`` has no count yet. ``SystemExit`` and
-    ``BrokenPipeError`` are converted, because the command line would treat them as an ordinary exit."""
+    ``BrokenPipeError`` are converted, because the command line would treat them as an ordinary exit. If the checkpoint was not loaded, for
+    example because changed options do not fit it, the ``previous`` files are restored, so that ``--load`` alone repeats the saved options."""
     try:
         yield
     except (Exception, SystemExit) as caught:
@@ -243,6 +252,10 @@ def _record_error(run: Run, step: int | None = None) -> Iterator[None]:
         else:
             error = caught
         run.step = run.step if step is None else step
+        if not run.started:
+            with suppress(OSError):  # of a full disk, which the error reports
+                for file, content in previous.items():
+                    file.write_bytes(content)
         log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
         if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
             run.hooks.name_suspects(error, _CHANGING)

@@ -63,6 +63,11 @@ def describe_error(error: BaseException) -> str:
     return f"{name}: {cut}" if message else name
 
 
+def describe_notes(error: BaseException) -> str:
+    """Return the notes of an error, each in parentheses after a space."""
+    return "".join(f" ({valid_text(str(note))})" for note in getattr(error, "__notes__", ()))
+
+
 def count_characters(value: Any) -> int:
     """Return the number of characters of all texts in JSON data of at most ``MAX_DEPTH`` levels, without keys."""
     if isinstance(value, str):

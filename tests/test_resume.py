@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from miles_core.checkpoint.directory import check_files, seal
 from miles_core.cli.main import main
 from miles_core.config.load import load
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import CheckpointError, ConfigError, DataError
 from miles_core.observe.metrics import read
 from miles_core.run import checkpoints
 from miles_testing.toy import toy_arguments
@@ -102,6 +103,27 @@ def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):
     log = (first.directory / "run.log").read_text()
     assert "continuing with a change: train.lr was 0.001, is now 0.002" in log
     assert "continuing with a change: plugin tis was 0.1.0, is now absent" in log
+
+
+def test_another_model_is_accepted_and_said_not_to_be_trained(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "run", steps=1)
+    model = tmp_path / "copy"
+    shutil.copytree(first.run.config.model.hf_checkpoint, model)
+    toy_run(directory=None, save=None, load=first.directory, steps=2, hf_checkpoint=model)
+    log = (first.directory / "run.log").read_text()
+    assert f"is now {model}; the weights that are trained are those of the checkpoint" in log
+
+
+def test_options_that_do_not_fit_the_checkpoint_are_not_kept(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "run", steps=1)
+    before = [(first.directory / name).read_bytes() for name in ("config.yaml", "plan.json")]
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"input": "a", "label": "b"}\n')
+    again = {"directory": None, "save": None, "load": first.directory, "steps": 2}
+    with pytest.raises(DataError, match="cannot resume: the number of prompts was"):
+        toy_run(**again, prompt_data=other)
+    assert before == [(first.directory / name).read_bytes() for name in ("config.yaml", "plan.json")]
+    assert [record["step"] for record in toy_run(**again).metrics][-1] == 2
 
 
 def test_a_warm_start_is_not_repeated(toy_run, tmp_path):

@@ -44,8 +44,16 @@ def explain_flag(flag: str, schema: Schema, own: Sequence[str] = ()) -> str:
             return f"{flag}{ELSEWHERE}{sentence}"
     if known := _explain_foreign(flag, schema):
         return known
-    nearest = did_you_mean(flag, [*schema.spellings(), *own], "; ") or "; miles train --help lists all flags"
+    nearest = _name_key(spelling, schema) or did_you_mean(flag, [*schema.spellings(), *own], "; ")
+    nearest = nearest or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
+
+
+def _name_key(spelling: str, schema: Schema) -> str:
+    """Return the flags of the options whose key in a file is spelled like the unknown flag: ``; did you mean ...?``, or an empty string."""
+    key = spelling.lstrip("-").replace("-", "_")
+    found = [f"{option.flag} ({path} in files)" for path, option in schema.options.items() if path.endswith(f".{key}")]
+    return f"; did you mean {' or '.join(found)}?" if 0 < len(found) <= 3 else ""
 
 
 def _describe_replacement(table: str | Mapping[str, str]) -> str:
@@ -105,6 +113,9 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """Return an error message for a requested plugin that is not installed."""
+    words = name.replace(";", " ").split()
+    if len(words) > 1 and all(word in schema.manifests for word in words):
+        return f"no plugin is named {name!r}; separate plugins by commas: {','.join(words)}"
     nearest = did_you_mean(name, [other for other, plugin in schema.manifests.items() if not plugin.standard], "; ")
     package = f"miles-plugin-{name.replace('_', '-')}"
     return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; its package is usually named {package}"

@@ -181,6 +181,7 @@ class Run:
         render: the template that converts a prompt to token ids with ``tokenizer``.
         policies: one policy by default, or those of the table ``policies`` of a configuration file; ``on_start`` may add more.
         step: number of completed steps, which is also the index of the current step.
+        started: whether the checkpoint was loaded, or there is none to load.
         stop_requested: whether the user requested a stop; takes effect immediately during a rollout, else after the step.
         clock: measures the time of each phase, in seconds.
         state: typed plugin state.
@@ -197,6 +198,7 @@ class Run:
     render: PromptTemplate
     policies: list[Policy]
     step: int = 0
+    started: bool = False
     stop_requested: bool = False
     clock: Clock = field(default_factory=Clock)
     state: RunState = field(default_factory=RunState)

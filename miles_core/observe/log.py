@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,44 @@ class _File(logging.FileHandler):
         if not self._warned:
             self._warned = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+
+class _Holder(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def hold_records() -> Iterator[list[logging.LogRecord]]:
+    """Collect the records of ``miles_core`` that the body logs before ``configure`` is called, for ``release_records``. If the body raises,
+    warnings and errors are released to the current handlers."""
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("miles_core")
+    level, propagate = logger.level, logger.propagate
+    holder = _Holder(records)
+    logger.addHandler(holder)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    failed = True
+    try:
+        yield records
+        failed = False
+    finally:
+        logger.removeHandler(holder)
+        logger.propagate = propagate
+        logger.setLevel(level)
+        if failed:
+            release_records([record for record in records if record.levelno >= logging.WARNING])
+
+
+def release_records(records: Iterable[logging.LogRecord]) -> None:
+    """Log held records."""
+    for record in records:
+        logging.getLogger(record.name).handle(record)
 
 
 def configure(

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_core.errors import ConfigError, DataError, OutOfTime
+from miles_core.errors import ConfigError, DataError, MilesError, OutOfTime
 from miles_core.text import describe_error
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,14 @@ class UserFunction:
         with _Contained(self):
             return self.function(*args, **kwargs)
 
+    def locate(self, error: BaseException) -> str:
+        """Return FILE:LINE of the last place in the function's own file that ``error`` passed; "" if there is none."""
+        function = inspect.unwrap(self.function)
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        file = getattr(code, "co_filename", "")
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        return f"{os.path.basename(file)}:{lines[-1]}" if lines else ""
+
     async def _await(self, *args: Any, **kwargs: Any) -> Any:
         with _Contained(self):
             return await self.function(*args, **kwargs)
@@ -70,6 +79,12 @@ class _Contained(AbstractContextManager[None]):
         try:
             if error is not None and (what := _describe_escape(error, self.called.is_async)):
                 raise DataError(what) from error
+            if (
+                isinstance(error, Exception)
+                and not isinstance(error, MilesError)
+                and (place := self.called.locate(error))
+            ):
+                error.add_note(place)
         finally:
             _return_to(self.called.home, f"{self.called.name} ({self.called.origin})")
 

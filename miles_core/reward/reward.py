@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from miles_core.data.sample import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.text import describe_error, valid_data
+from miles_core.reward.threads import DaemonThreads
+from miles_core.text import describe_error, describe_notes, valid_data
 
+log = logging.getLogger(__name__)
 DEFAULT_CONCURRENCY = 64
+#: Seconds after which a call is reported, once per run.
+SLOW = 60.0
 
 #: What a reward function receives: one sample, or all samples of one prompt.
 Scope = Literal["sample", "group"]
@@ -86,8 +90,8 @@ class RewardFunction:
         self.rule: Callable[[str, Any], float] | None = getattr(function, "rule", None)
         if not isinstance(function, UserFunction):
             self.function = UserFunction(function, name, origin, how == "async")
-        # Threads start on demand. The default executor has too few threads for calls that mostly wait.
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward") if how == "thread" else None
+        self._threads = DaemonThreads(concurrency, "reward") if how == "thread" else None
+        self._reported = False
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def __call__(self, args: Any, scored: Any) -> Any:
@@ -96,9 +100,22 @@ class RewardFunction:
         loop = asyncio.get_running_loop()
         limit = self._limits.get(loop) or self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency))
         async with limit:
-            if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self.function, own, scored)
-            return await self.function(own, scored)
+            slow = loop.call_later(SLOW, self._report_slow, scored)
+            try:
+                if self._threads is not None:
+                    return await self._threads.call(self.function, own, scored)
+                return await self.function(own, scored)
+            finally:
+                slow.cancel()
+
+    def _report_slow(self, scored: Any) -> None:
+        """Name the first call that takes longer than SLOW: without this, a run whose reward never returns would wait in silence."""
+        if not self._reported:
+            self._reported = True
+            first = scored[0] if isinstance(scored, list) else scored
+            what = f"the group of sample {first.index}" if isinstance(scored, list) else f"sample {first.index}"
+            text = "%s has not returned after %g s on %s; the step waits for it. If it may never return, give it a time limit"
+            log.warning(text, _who(self), SLOW, what)
 
 
 def _scope(function: Any, who: str) -> Scope:
@@ -229,7 +246,7 @@ def _failure(reward: RewardFunction, error: Exception, what: str) -> DataError:
     if isinstance(error, DataError):
         return DataError(f"{what}, scored by {_who(reward)}: {error}")
     name, _, message = describe_error(error).partition(": ")
-    text = (f": {message}" if message else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    text = (f": {message}" if message else "") + describe_notes(error)
     return DataError(f"{_who(reward)} raised {name} on {what}{text}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from miles_core.data.sample import reward_value
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
+from miles_core.text import describe_notes
 
 FLAG = "--dynamic-sampling-filter-path"
 GroupFilter = Callable[[Any, Sequence[Any]], bool]
@@ -54,6 +55,7 @@ def load_filter(spec: str) -> GroupFilter:
         except Exception as error:
             raise DataError(
                 f"the filter {function.name} ({function.origin}) raised {type(error).__name__} on {group}: {error}"
+                + describe_notes(error)
             ) from error
         # numpy.bool_ is not a bool; its method item() converts it.
         answer = answer.item() if hasattr(answer, "item") else answer

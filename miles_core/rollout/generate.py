@@ -23,7 +23,7 @@ from miles_core.rollout.requests import EngineRequests
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.transcript import add_response
 from miles_core.rollout.versions import mask_older
-from miles_core.text import describe_error
+from miles_core.text import describe_error, describe_notes
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
@@ -247,7 +247,8 @@ class Generator:
         except Exception as error:
             if any(error is failure for failure in client.failures):  # raised by the engine, not by the function
                 raise
-            raise DataError(f"{label}, on sample {number}: it raised {describe_error(error)}") from error
+            what = describe_error(error) + describe_notes(error)
+            raise DataError(f"{label}, on sample {number}: it raised {what}") from error
         samples = check_samples(made, number, label, self.requests.vocabulary)
         for one in samples:
             one.group_index, one.rollout_id = group, number

@@ -160,6 +160,7 @@ class RunCheckpoints:
         """
         run, directory = self.run, self.resume_from
         if directory is None:
+            run.started = True
             return False
         store = Store(directory / "state")
         _, state = await asyncio.to_thread(store.get, "run")
@@ -182,6 +183,7 @@ class RunCheckpoints:
             self.saved_step = run.step
         run.hooks.on("on_load", run=run, policy=None, store=store)
         self._mark()
+        run.started = True
         log.info("continuing %s: %d steps are complete", directory, run.step)
         return True
 

@@ -62,7 +62,7 @@ def claim_directory(config: Config) -> Iterator[Path]:
     try:
         _lock(descriptor, directory)
         refuse_links(directory)  # again, now that no other run writes
-        refuse_to_overwrite(config)  # again, now that no other process writes
+        refuse_to_overwrite(config, locked=True)  # again, now that no other process writes
         Checkpoints(directory / "checkpoints").recover()
         yield directory
         failed = False
@@ -108,15 +108,36 @@ def _lock(descriptor: int, directory: Path) -> None:
         if not os.fstat(descriptor).st_nlink:  # a start that was refused has just removed the directory
             raise BlockingIOError
     except BlockingIOError as error:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-        raise ConfigError(
-            f"--save {directory}: {holder} is writing this run; wait until it has ended, stop it, or choose another directory"
-        ) from error
+        raise _describe_holder(descriptor, directory) from error
     except OSError as error:  # a file system without locks
         log.warning("%s cannot be locked (%s): make sure that no other process writes there", directory, error.strerror)
     with suppress(OSError):  # optional: another process shows this text if it finds the lock held
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _describe_holder(descriptor: int, directory: Path) -> ConfigError:
+    """Return the error for a lock that another process holds."""
+    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+    return ConfigError(
+        f"--save {directory}: {holder} is writing this run; wait until it has ended, stop it, or choose another directory"
+    )
+
+
+def _refuse_locked(directory: Path) -> None:
+    """Raise ConfigError if a process holds the lock of ``directory``. Creates nothing."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _describe_holder(descriptor, directory) from error
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(descriptor)
 
 
 def _remove(made: list[Path]) -> None:
@@ -165,18 +186,21 @@ def refuse_unusable_run(config: Config) -> None:
             "saved in, or all flags of that run"
         )
     if not (directory / "checkpoints").is_dir():
+        _refuse_locked(directory)
         raise ConfigError(
             f"--load {load}: this run ended before its first checkpoint; start it again with --config {directory / 'config.yaml'} "
             "and another --save"
         )
 
 
-def refuse_to_overwrite(config: Config) -> None:
-    """Raise ConfigError if the run directory holds a checkpoint or the metrics of a step, unless ``--load`` continues that run. A run
-    that failed before its first step may be started again."""
+def refuse_to_overwrite(config: Config, locked: bool = False) -> None:
+    """Raise ConfigError if the run directory holds a checkpoint or the metrics of a step, unless ``--load`` continues that run, or if another
+    process writes there. A run that failed before its first step may be started again. locked: whether this process holds the lock."""
     directory, load = run_directory(config), config.run.load
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--save {directory}: it is a file; name a directory")
+    if not locked:  # first: the messages below advise to delete the directory
+        _refuse_locked(directory)
     if load is not None and run_of(load).resolve() == directory.resolve():
         return
     if Checkpoints(directory / "checkpoints").find_latest() is not None:

@@ -82,7 +82,9 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
     except SafetensorError as error:
         raise CheckpointError(f"{directory}: a file is damaged or truncated ({error})") from error
     except KeyError as error:
-        raise CheckpointError(f"{directory}: {MOMENTS} does not belong to this model ({error})") from error
+        raise CheckpointError(
+            f"{directory}: {MOMENTS} has no tensor {error}; the saved run had another model, --dtype or optimizer: give its values again"
+        ) from error
     if world.rank < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(world.rank, noted["ranks"])))
     else:

@@ -22,6 +22,7 @@ from miles_tools.foreign import programs
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
+        ("--lr-schedule", "did you mean --lr-decay-style (train.lr_schedule in files)?"),
         ("--learning_rate", "--learning_rate, an option of TRL; here: --lr X"),
         ("--report-to", "here: --use-wandb, --use-tensorboard"),
         ("--zzz", "miles train --help lists all flags (the flags of a plugin exist once it is installed)"),
@@ -56,6 +57,9 @@ def test_an_absent_plugin_is_explained(manifests):
     )  # somebody else may own a package of that name
     assert "did you mean replay" in foreign_flags.explain_plugin("relpay", schema)
     assert "pip" not in foreign_flags.explain_plugin("no name", schema)
+    assert foreign_flags.explain_plugin("replay no", schema).startswith("no plugin 'replay no' is installed")
+    separated = foreign_flags.explain_plugin("replay replay", schema)
+    assert separated == "no plugin is named 'replay replay'; separate plugins by commas: replay,replay"
 
 
 def test_the_table_holds_no_flag_that_core_has():

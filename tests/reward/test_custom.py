@@ -106,3 +106,13 @@ def test_a_module_path_of_a_file_that_is_here(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def reward(args, sample): return 1\n")
     with pytest.raises(ConfigError, match=r"there is a file only_here.py: write only_here.py:reward$"):
         load("only_here.reward")
+
+
+def test_an_error_in_a_users_function_names_the_last_line_in_its_file(tmp_path):
+    (tmp_path / "judge.py").write_text("import json\n\ndef reward(args, sample):\n    return json.loads('{')\n")
+    function = load_function(
+        f"{tmp_path}/judge.py", flag="--custom-rm-path", default="reward", parameters=("args", "sample")
+    )
+    with pytest.raises(ValueError) as caught:
+        function(None, None)
+    assert caught.value.__notes__ == ["judge.py:4"]

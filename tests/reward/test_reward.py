@@ -151,7 +151,7 @@ def raising(error):
         (raising(asyncio.CancelledError()), "it raised CancelledError; raise an error"),
         (raising(KeyboardInterrupt()), "it raised KeyboardInterrupt; raise an error"),
         (raising(GeneratorExit()), "it raised GeneratorExit; raise an error"),
-        (raising(TimeoutError()), "raised TimeoutError on sample 10$"),
+        (raising(TimeoutError()), "raised TimeoutError on sample 10 \(test_reward.py:\d+\)$"),
         (lambda args, sample: 10**400, "an integer with hundreds of digits"),
         (lambda args, sample: 1e308, "its square is infinite"),
         (lambda args, sample: sample.tokens.append(3) or 1.0, "changed the tokens of sample 10"),

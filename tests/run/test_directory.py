@@ -10,7 +10,7 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError
-from miles_core.run.directory import claim_directory, refuse_unwritable
+from miles_core.run.directory import claim_directory, refuse_to_overwrite, refuse_unusable_run, refuse_unwritable
 from miles_core.run.ending import Ending
 
 HOLDER = """
@@ -41,6 +41,26 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_even_by_kill(tmp_pat
         process.wait()
     with claim_directory(config(tmp_path / "run")) as directory:
         assert directory == tmp_path / "run"
+
+
+def test_no_user_is_advised_to_delete_a_run_that_another_process_writes(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+        (run / "config.yaml").write_text("")
+        for check, options in (
+            (refuse_to_overwrite, config(run)),
+            (refuse_unusable_run, load(["--load", str(run)], manifests=[])),
+        ):
+            with pytest.raises(ConfigError, match=f"process {process.pid} on .* is writing this run; wait"):
+                check(options)
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ConfigError, match=r"already holds the metrics of a run without a checkpoint; .* delete it"):
+        refuse_to_overwrite(config(run))
 
 
 def test_a_refused_start_leaves_no_directory(tmp_path, toy_run):

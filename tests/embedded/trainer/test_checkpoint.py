@@ -1,8 +1,10 @@
 """What a trainer saves, and loads."""
 
+import pytest
 import torch
 
 from miles_core.contracts.trainer import Callbacks
+from miles_core.errors import CheckpointError
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
@@ -34,3 +36,14 @@ def test_layers_that_share_a_router_are_saved_loaded_and_exported(tmp_path):
     again = load_model(tmp_path / "export", "float32")
     for layer in again.model.layers:
         assert torch.equal(layer.mlp.gate.weight, router)
+
+
+def test_a_checkpoint_of_a_run_with_another_dtype_is_explained(tmp_path):
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "model")
+    config = TrainerConfig(OptimizerConfig(lr=1e-2))
+    EmbeddedTrainer(load_model(checkpoint, "float32"), config).save(tmp_path / "saved")
+    trainer = EmbeddedTrainer(load_model(checkpoint, "bfloat16"), config)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer has no tensor 'master\.\S+'; the saved run had another model, --dtype or"
+    ):
+        trainer.load(tmp_path / "saved")
