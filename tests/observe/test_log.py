@@ -19,7 +19,7 @@ def test_what_the_checks_of_a_run_log_is_in_its_log(toy_run, tmp_path):
 
 def test_held_records_are_released_once_and_warnings_also_after_an_error(caplog):
     caplog.set_level(logging.INFO, "miles_core")
-    log = logging.getLogger("miles_core.some")
+    log = logging.getLogger("miles_core.launch")
     with hold_records() as records:
         log.info("dropped")
         assert not caplog.records
