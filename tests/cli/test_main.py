@@ -111,6 +111,7 @@ def test_an_interrupt_while_modules_are_imported_is_130():
     code = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 ENTRY = ("miles_core", "miles_core.version", "miles_core.cli", "miles_core.cli.main")
 
 class Interrupter:

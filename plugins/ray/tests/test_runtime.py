@@ -10,6 +10,7 @@ import pytest
 
 from miles_core.plugin import ConfigError, PlanError
 from miles_testing import RuntimeContract, plan, toy_run
+from miles_testing.tiny import tiny_checkpoint
 
 STEPS = 3
 #: A machine dies in the second step's training: with its first rank and the engine beside it. The new ones find no shared memory.
@@ -168,9 +169,12 @@ def test_policies_that_share_gpus_do_not_take_turns_on_them():
         plan(runtime="ray", share_policy_gpus=True, colocate=True)
 
 
-def test_an_engine_on_several_machines_is_planned(monkeypatch):
+def test_an_engine_on_several_machines_is_planned(tmp_path):
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 64}
+    model = tiny_checkpoint("llama", tmp_path / "model", **heads)  # divides among 16 GPUs
     facts = ("hardware=4x8xH100",)
-    sizes = {"rollout_num_gpus_per_engine": 16, "rollout_num_gpus": 16, "actor_num_gpus_per_node": 8}
+    sizes = {"hf_checkpoint": model, "rollout_num_gpus_per_engine": 16, "rollout_num_gpus": 16}
+    sizes |= {"actor_num_gpus_per_node": 8}
     assert plan(runtime="ray", engine="sglang", facts=facts, **sizes)
     shared = {"colocate": True, "actor_num_nodes": 2, "sglang_mem_fraction_static": 0.5}
     assert plan(runtime="ray", engine="sglang", facts=facts, **shared, **sizes)
