@@ -53,7 +53,7 @@ class Ranks:
         start_timeout: seconds that a process may take to start.
     """
 
-    def __init__(self, timeout: float = 60.0, start_timeout: float = 120.0) -> None:
+    def __init__(self, timeout: float = 180.0, start_timeout: float = 120.0) -> None:
         self.timeout, self.start_timeout = timeout, start_timeout
         self._directory = Path(tempfile.mkdtemp(prefix="miles-ranks-"))
         self._workers: list[_Worker] = []
