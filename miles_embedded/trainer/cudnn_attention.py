@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 #: Elements of the queries times the most keys of one, from which on cuDNN is faster than FlashAttention-2 on an H200. Below, the host takes
 #: longer to launch a graph than the GPU to compute it.
 _LEAST_WORK = 1 << 32
-#: cuDNN's names of the inputs, of which a forward pass has the first three.
+#: cuDNN's names of the inputs. A forward pass takes only the first three.
 _INPUTS = ("q", "k", "v", "o", "dO", "stats")
 #: Largest offset of a sequence in elements: offsets are int32.
 _FARTHEST = 2**31 - 1
