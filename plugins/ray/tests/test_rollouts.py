@@ -87,7 +87,7 @@ def test_samples_in_rays_store_are_saved_by_an_actor_until_it_dies(cluster, tmp_
         await saver.write_samples("train", 1, step())
         await saver.write_samples("train", 2, step())
         await saver._complete()
-        ray.kill(saver._remote._readers[0]._actor)
+        ray.kill(saver._writers._readers[True][0]._actor)
         for number in (3, 4, 5):
             await saver.write_samples("train", number, step())
 
