@@ -19,6 +19,8 @@ from miles_embedded.kernels.swiglu import swiglu_of_halves
 #: Most choices that are sorted here: every expert's program reads all of them.
 MOST_CHOICES = 1 << 17
 _BLOCK = 1024
+#: Choices that a program of the sort reads at a time.
+_SORTED = 4096
 
 
 # fmt: off
@@ -91,8 +93,9 @@ def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, 
     order, row = (torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(2))
     place = torch.empty(index.shape, dtype=torch.int64, device=index.device)
     ends = torch.empty(experts, dtype=torch.int32, device=index.device)
-    block = min(_BLOCK, max(16, next_power_of_2(index.numel())))
-    _sort[(experts,)](index, order, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block, **overlap(index))
+    block = min(_SORTED, max(16, next_power_of_2(index.numel())))
+    options = {"K": index.shape[1], "BLOCK": block, "num_warps": max(4, block // 512), **overlap(index)}
+    _sort[(experts,)](index, order, place, row, ends, index.numel(), **options)
     return order, place, row, ends
 
 

@@ -70,7 +70,7 @@ def _backward(  # type: ignore[no-untyped-def]
 ):
     program, dim = tl.program_id(0), tl.arange(0, BLOCK_DIM)[None, :]
     factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    total = tl.zeros([1, BLOCK_DIM], tl.float32)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     for block in range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
         row = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]).to(tl.int64)
         real = (row < rows) & (dim < DIM)
@@ -84,8 +84,8 @@ def _backward(  # type: ignore[no-untyped-def]
         if ADD:
             result += tl.load(more + row * DIM + dim, mask=real, other=0.0).to(tl.float32)
         tl.store(grad_x + row * DIM + dim, result, mask=real)
-        total += tl.sum(given * normal, 0)[None, :]
-    tl.store(grad_weight + program.to(tl.int64) * DIM + dim, total, mask=dim < DIM)
+        total += given * normal
+    tl.store(grad_weight + program.to(tl.int64) * DIM + dim, tl.sum(total, 0)[None, :], mask=dim < DIM)
 
 # fmt: on
 

@@ -1,9 +1,11 @@
-"""Merges attention over a shared prompt with attention over a sample's own tokens, and sums their gradients (``trainer.flash``)."""
+"""Merges attention over a shared prompt with attention over a sample's own tokens, and sums gradients of rows that were read twice
+(``trainer.flash``)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,6 +44,16 @@ def _add(target, rows, source, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # typ
     total = tl.load(at, mask=known, other=0.0) + tl.load(source + place * WIDTH + column, mask=known, other=0.0)
     tl.store(at, total, mask=known)
 
+
+@triton.jit
+def _sum_copies(x, places, ends, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = column < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for copy in range(tl.load(ends + row), tl.load(ends + row + 1)):
+        total += tl.load(x + tl.load(places + copy) * WIDTH + column, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, total, mask=known)
+
 # fmt: on
 
 
@@ -68,3 +80,23 @@ def add_rows(target: Tensor, rows: Tensor, source: Tensor) -> None:
     width = target[0].numel()
     if len(rows):
         _add[(len(rows), cdiv(width, 1024))](target, rows, source, WIDTH=width, BLOCK=1024)
+
+
+def sum_copies(x: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+    """Sum the copies of each row, in FP32.
+
+    Args:
+        x: [copies, ...], contiguous.
+        places: [copies] int64, where the copies of each row are, row by row.
+        ends: [rows + 1] int32, where those of each row start in ``places``.
+
+    Returns:
+        [rows, ...] in the type of ``x``.
+    """
+    out = torch.empty((len(ends) - 1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    width = x[0].numel()
+    block = min(1024, next_power_of_2(width))
+    _sum_copies[(len(out), cdiv(width, block))](
+        x, places, ends, out, WIDTH=width, BLOCK=block, num_warps=max(1, block // 256)
+    )
+    return out

@@ -22,7 +22,8 @@ class Sequences:
         keys: likewise.
         longest_query: an upper bound on the length of a sequence.
         longest_key: likewise.
-        causal: whether a query attends only to the keys up to its own position; otherwise to all keys of its sequence.
+        causal: whether a query attends only to the keys up to its own position, where the last query is at the last key; otherwise to all keys
+            of its sequence.
         offsets: what a kernel derives from the above, for the layers that follow.
     """
 

@@ -241,8 +241,9 @@ def _declare(shape: _Shape, cudnn: Any) -> Any:
         "use_padding_mask": True,
         "seq_len_q": query_lengths,
         "seq_len_kv": key_lengths,
-        "use_causal_mask": shape.causal,
     }
+    if shape.causal:  # the last query is at the last key
+        common |= {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
     if shape.backward:
         inputs += [tensor(name, q_like, half, of_queries) for name in ("out", "grad")]
         inputs += [tensor("sums", sums_like, real, of_sums)]

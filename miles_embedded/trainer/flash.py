@@ -1,14 +1,20 @@
-"""Flash attention over trunks and branches on a GPU, without padding and without copying a trunk per branch.
+"""Flash attention over trunks and branches on a GPU, without padding.
 
-Attention over two sets of keys is the mixture of the attention over each, weighted by their sums of exponentials. All segments attend to
-themselves in one variable-length call, branches attend to their trunks in a second one (siblings are adjacent, so their rows form one
-sequence of queries), and the results are merged by their log-sum-exps. The backward pass makes the same two calls: the kernel
-recomputes the probabilities as exp(score - log-sum-exp), so given the merged output and log-sum-exp each call returns exactly the
-gradient contribution of its own keys.
+Where it is cheap, each branch gets a copy of its trunk's keys and values in front of its own, and one variable-length call computes
+everything. With grouped queries and short prompts this is a small part of the memory that the queries take. The gradients of the copies are
+summed.
+
+Otherwise nothing is copied. Attention over two sets of keys is the mixture of the attention over each, weighted by their sums of
+exponentials. All segments attend to themselves in one variable-length call, branches attend to their trunks in a second one (siblings are
+adjacent, so their rows form one sequence of queries), and the results are merged by their log-sum-exps. The backward pass makes the same two
+calls: the kernel recomputes the probabilities as exp(score - log-sum-exp), so given the merged output and log-sum-exp each call returns
+exactly the gradient contribution of its own keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +26,26 @@ from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.flash import Sequences, flash_forward, pad_heads
 from miles_embedded.trainer.cudnn_attention import cudnn_forward, cudnn_gradients, cudnn_supports
 from miles_embedded.trainer.packing import Packing, spans
+
+#: Copies of keys are made if they have at most this many times the elements of the branches' queries.
+_COPIED = 1.0
+
+
+@dataclass
+class Copies:
+    """The keys of every segment, those of a branch's trunk in front of its own.
+
+    Attributes:
+        attended: every segment with its keys.
+        rows: [E] physical row of each key.
+        places: [E] the same keys, sorted by row.
+        ends: [rows + 1] where the keys of each row start in ``places``.
+    """
+
+    attended: Sequences
+    rows: Tensor
+    places: Tensor
+    ends: Tensor
 
 
 class FlashPlan:
@@ -33,6 +59,7 @@ class FlashPlan:
     """
 
     def __init__(self, packing: Packing) -> None:
+        self._packing = packing
         device = packing.rows.device
         trunks, branches = packing.trunks, packing.branches
         starts = np.concatenate([trunks.start, branches.start])
@@ -49,6 +76,37 @@ class FlashPlan:
             self.across = Sequences(
                 _ends(queries, device), _ends(keys, device), int(queries.max()), int(keys.max()), causal=False
             )
+            self._copied = int(trunks.length[branches.trunk].sum() + lengths.sum()), int(branches.length.sum())
+
+    def find_copies(self, q: Tensor, k: Tensor) -> Copies | None:
+        """Return the keys of every segment if copying them is cheap; None without branches. q [rows, heads, dim], k [rows, kv heads, dim]."""
+        if self.across is None or not kernels_run(q.device):
+            return None
+        keys, queries = self._copied
+        return self.copies if keys * k.shape[1] <= _COPIED * queries * q.shape[1] else None
+
+    @cached_property
+    def copies(self) -> Copies:
+        """The keys of every segment."""
+        device, trunks, branches = self._packing.rows.device, self._packing.trunks, self._packing.branches
+        none = np.zeros(len(trunks), np.int64)
+        order = np.concatenate([trunks.start, branches.start]).argsort()
+        own, before = (
+            np.stack([np.concatenate(pair) for pair in pairs])[:, order]
+            for pairs in (
+                ((trunks.start, branches.start), (trunks.length, branches.length)),
+                ((none, trunks.start[branches.trunk]), (none, trunks.length[branches.trunk])),
+            )
+        )
+        starts, lengths = (np.stack([before[i], own[i]], 1) for i in (0, 1))
+        rows = spans(starts.ravel(), lengths.ravel())
+        keys = lengths.sum(1)
+        attended = Sequences(
+            self.own.queries, _ends(keys, device), self.own.longest_query, int(keys.max()), causal=True
+        )
+        copies = np.bincount(rows, minlength=int(own[1].sum()))
+        found = (to_device(torch.from_numpy(x), device) for x in (rows, rows.argsort(kind="stable")))
+        return Copies(attended, *found, _ends(copies, device))
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
@@ -60,9 +118,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> T
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
-        out, lse, *seeds = _forward(q, k, v, plan.own, scaling)
+        copies = plan.find_copies(q, k)
+        if copies is not None:
+            wide_k, wide_v = (x.index_select(0, copies.rows) for x in (k, v))
+            out, lse, *seeds = _forward(q, wide_k, wide_v, copies.attended, scaling)
+        else:
+            out, lse, *seeds = _forward(q, k, v, plan.own, scaling)
         seeds_across: list[Tensor] = []
-        if plan.across is not None:
+        if copies is None and plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
             far_q, far_k, far_v = q.index_select(0, rows), k.index_select(0, trunk), v.index_select(0, trunk)
             far, far_lse, *seeds_across = _forward(far_q, far_k, far_v, plan.across, scaling)
@@ -113,6 +176,14 @@ def _differentiate(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; ``seeds``: two of each call's forward, which only dropout reads."""
+    copies = plan.find_copies(q, k)
+    if copies is not None:
+        from miles_embedded.kernels.parts import sum_copies
+
+        wide_k, wide_v = (x.index_select(0, copies.rows) for x in (k, v))
+        grad_q, *wide = _backward(grad, q, wide_k, wide_v, out, lse, copies.attended, seeds[:2], scaling)
+        grad_k, grad_v = (sum_copies(x, copies.places, copies.ends) for x in wide)
+        return grad_q, grad_k, grad_v
     grad_q, grad_k, grad_v = _backward(grad, q, k, v, out, lse, plan.own, seeds[:2], scaling)
     if plan.across is not None:
         rows, trunk = plan.branch_rows, plan.trunk_rows

@@ -70,10 +70,10 @@ class Graph:
                 return flat.view(count, declared.dim[1], declared.dim[3])
 
             inputs = [rows(self.given[name], count) for name, count in (("q", n), ("k", m), ("v", m))]
-            out, sums = attend(*inputs, self.given["attn_scale"], self.given["use_causal_mask"])
+            out, sums = attend(*inputs, self.given["attn_scale"], is_causal(self.given))
             found = [out, sums.t().unsqueeze(-1)]
             if len(self.results) == 3:
-                p = scores(*inputs[:2], self.given["attn_scale"], self.given["use_causal_mask"]).sub(
+                p = scores(*inputs[:2], self.given["attn_scale"], is_causal(self.given)).sub(
                     rows(self.given["stats"], n).double()[..., 0].t().unsqueeze(-1)
                 )
                 found = differentiate(p.exp(), *inputs, rows(self.given["o"], n), rows(self.given["dO"], n), self.given)
@@ -87,6 +87,7 @@ cudnn = SimpleNamespace(
     pygraph=Graph,
     data_type=SimpleNamespace(FLOAT="float", INT32="int32", BFLOAT16="bfloat16", HALF="half"),
     heur_mode=SimpleNamespace(A="A"),
+    diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT="bottom right"),
     cudnnGraphNotSupportedError=KeyError,
     create_handle=lambda: "handle",
     set_stream=lambda handle, stream: None,
@@ -95,11 +96,17 @@ cudnn = SimpleNamespace(
 )
 
 
+def is_causal(given):
+    """Whether a query attends to the keys up to its own, the last query being at the last key."""
+    assert ("diagonal_alignment" in given) is ("diagonal_band_right_bound" in given)
+    return given.get("diagonal_alignment") == "bottom right" and given["diagonal_band_right_bound"] == 0
+
+
 def scores(q, k, scaling, causal):
     found = (
         torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)) * scaling
     )
-    return found.masked_fill(torch.ones(found.shape[1:]).triu(1).bool(), -torch.inf) if causal else found
+    return found.masked_fill(torch.ones(found.shape[1:]).triu(1 + len(k) - len(q)).bool(), -torch.inf) if causal else found
 
 
 def attend(q, k, v, scaling, causal):

@@ -1,0 +1,115 @@
+"""Flash attention over prompts and responses, with a double of torch's operators: in two calls, and with copies of the prompts' keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
+from miles_embedded.trainer import flash as module
+from miles_embedded.trainer.packing import pack
+
+
+def packed(groups):
+    """Groups of samples: length of the prompt, and of each response."""
+    samples = []
+    for group, (prompt, responses) in enumerate(groups):
+        for n in responses:
+            tokens = [group] * prompt + [100 + len(samples)] * n
+            samples.append(Sample(tokens=tokens, response_length=n, group_index=group, index=len(samples)))
+    return pack(collate(samples))
+
+
+def attend(q, k, v, sequences, scaling):
+    """Each sequence by itself, with autograd; log-sum-exps [heads, queries]."""
+    outs, sums = [], []
+    ends = zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True)
+    bounds = list(ends)
+    for (a, c), (b, d) in zip(bounds, bounds[1:], strict=False):
+        x, y, z = q[a:b], k[c:d], v[c:d]
+        assert b - a <= sequences.longest_query and d - c <= sequences.longest_key
+        y, z = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (y, z))
+        scores = torch.einsum("qhd,khd->hqk", x, y) * scaling
+        if sequences.causal:  # the last query is at the last key
+            scores = scores.masked_fill(torch.ones(b - a, d - c).triu(d - c - b + a + 1).bool(), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), z))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def differentiate(grad, q, k, v, out, lse, sequences, seeds, scaling):
+    """Gradients from the probabilities exp(score - lse), as the kernel computes them."""
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    share = q.shape[1] // k.shape[1]
+    bounds = list(zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True))
+    for (a, c), (b, d) in zip(bounds, bounds[1:], strict=False):
+        y, z = (t[c:d].repeat_interleave(share, 1) for t in (k, v))
+        p = (torch.einsum("qhd,khd->hqk", q[a:b], y) * scaling - lse[:, a:b, None]).exp()
+        if sequences.causal:
+            p = p.tril(d - c - b + a)
+        of_p = torch.einsum("qhd,khd->hqk", grad[a:b], z) - (grad[a:b] * out[a:b]).sum(-1).t()[..., None]
+        of_s = p * of_p * scaling
+        grads[0][a:b] += torch.einsum("hqk,khd->qhd", of_s, y)
+        for target, left, right in ((grads[1], of_s, q[a:b]), (grads[2], p, grad[a:b])):
+            target[c:d] += torch.einsum("hqk,qhd->khd", left, right).unflatten(1, (-1, share)).sum(2)
+    return grads
+
+
+@pytest.fixture
+def double(monkeypatch, triton):
+    monkeypatch.setattr(module, "_forward", lambda *args: (*attend(*args), torch.zeros(2), torch.zeros(())))
+    monkeypatch.setattr(module, "_backward", differentiate)
+    monkeypatch.setattr(module, "kernels_run", lambda device: True)
+
+
+GROUPS = [
+    [(5, (7, 3, 1)), (9, (2, 30)), (40, (1,)), (3, (20, 18))],
+    [(4, (6,)), (8, (3,))],  # nothing is shared
+    [(3, (2, 2, 2))],
+]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("copied", [0.0, 1e9], ids=["two calls", "copies"])
+def test_both_ways_equal_autograd(groups, copied, double, monkeypatch):
+    packing = packed(groups)
+    generator, rows = torch.Generator().manual_seed(0), len(packing.rows)
+    q, k, v = (torch.randn(rows, n, 16, generator=generator).requires_grad_() for n in (4, 2, 2))
+    weight = torch.randn(rows, 4, 16, generator=generator)
+
+    reference = module.FlashPlan(packing)
+    keys = reference.copies.rows
+    expected, _ = attend(q, k[keys], v[keys], reference.copies.attended, 0.25)
+    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    monkeypatch.setattr(module, "_COPIED", copied)
+    plan = module.FlashPlan(packing)
+    found = module.flash(q, k, v, plan, 0.25)
+    given = torch.autograd.grad((found * weight).sum(), (q, k, v))
+    for a, b in zip((found, *given), (expected, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert ("copies" in vars(plan)) is (copied > 0 and plan.across is not None)
+
+
+def test_the_keys_of_a_branch_are_those_of_its_trunk_and_its_own():
+    packing = packed([(3, (2, 4)), (2, (3,))])
+    copies = module.FlashPlan(packing).copies
+    trunks, branches = packing.trunks, packing.branches
+    assert copies.attended.queries.diff().tolist() == [3, 1, 3, 4]  # the last token of a sample is not computed
+    first, second, third, fourth = (
+        copies.rows[a:b].tolist() for a, b in zip(copies.attended.keys, copies.attended.keys[1:], strict=False)
+    )
+    shared = list(range(trunks.start[0], trunks.start[0] + 3))
+    assert first == shared and fourth == list(range(trunks.start[1], trunks.start[1] + 4))
+    for keys, start, length in zip((second, third), branches.start, branches.length, strict=True):
+        assert keys == [*shared, *range(start, start + length)]
+    for row, (start, end) in enumerate(zip(copies.ends, copies.ends[1:], strict=False)):
+        assert copies.places[start:end].tolist() == (copies.rows == row).nonzero().flatten().tolist()
+
+
+def test_many_keys_are_not_copied(double):
+    long, short = packed([(4000, (8, 8))]), packed([(16, (128, 128))])
+    q, k = torch.zeros(1, 8, 16), torch.zeros(1, 2, 16)
+    assert module.FlashPlan(long).find_copies(q, k) is None
+    assert module.FlashPlan(short).find_copies(q, k) is not None
+    assert module.FlashPlan(packed([(4, (6,))])).find_copies(q, k) is None  # nothing is shared
