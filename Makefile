@@ -34,7 +34,7 @@ DOCS ?= .venv-docs
 JOBS ?= 2
 # What `make test` skips because it needs one of the engines or Triton, whose interpreter runs kernels on a CPU.
 MEGATRON_TESTS ?= $(addprefix plugins/megatron/tests/test_,$(addsuffix .py,delta delta_plan delta_run device_memory exact_families mamba mamba_plan mtp options oracle replay run trainer)) plugins/lora/tests/test_megatron.py \
-	plugins/fp8/tests/test_kernel_together.py plugins/fp8/tests/test_row_codes.py plugins/fp8/tests/test_tiles.py plugins/r3/tests/test_operation.py tests/embedded/kernels tests/workers/transport/test_checksum.py::test_the_kernel_copies_and_adds_up
+	plugins/fp8/tests/test_kernel_together.py plugins/fp8/tests/test_row_codes.py plugins/fp8/tests/test_tiles.py plugins/r3/tests/test_operation.py tests/embedded/kernels tests/embedded/trainer/test_flash.py tests/workers/transport/test_checksum.py::test_the_kernel_copies_and_adds_up
 SGLANG_TESTS ?= plugins/sglang/tests/test_contract.py plugins/sglang/tests/test_lora.py \
 	plugins/sglang/tests/test_manifest.py::test_the_table_is_that_of_the_installed_sglang \
 	plugins/sglang/tests/test_manifest.py::test_the_architectures_are_those_of_the_installed_sglang \

@@ -13,8 +13,8 @@ from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
-#: Elements of a program's block, and number of programs of a backward pass, which each sum a part of the weight's gradient.
-_BLOCK, _PROGRAMS = 1024, 2112
+#: Elements of a program's block; for a backward pass, whose programs each sum a part of the weight's gradient, also their number.
+_BLOCK, _BACKWARD_BLOCK, _PROGRAMS = 1024, 2048, 1056
 
 
 # fmt: off
@@ -171,10 +171,10 @@ def _layout(x: Tensor) -> tuple[int, int]:
     return x.shape[-2], x.stride(-3)
 
 
-def _blocks(x: Tensor) -> tuple[int, dict[str, Any]]:
+def _blocks(x: Tensor, block: int = _BLOCK) -> tuple[int, dict[str, Any]]:
     dim = x.shape[-1]
     wide = next_power_of_2(dim)
-    return x.numel() // dim, {"DIM": dim, "BLOCK_ROWS": max(1, _BLOCK // wide), "BLOCK_DIM": wide}
+    return x.numel() // dim, {"DIM": dim, "BLOCK_ROWS": max(1, block // wide), "BLOCK_DIM": wide}
 
 
 class _Norm(torch.autograd.Function):
@@ -210,7 +210,7 @@ def _differentiate(
     x: Tensor, weight: Tensor, eps: float, grad: Tensor, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, plus ``more``, and of the weight, given that of the norm of x."""
-    rows, blocks = _blocks(x)
+    rows, blocks = _blocks(x, _BACKWARD_BLOCK)
     programs = max(1, min(_PROGRAMS, cdiv(rows, blocks["BLOCK_ROWS"])))
     grad, grad_x = grad.contiguous(), torch.empty_like(x)
     parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)

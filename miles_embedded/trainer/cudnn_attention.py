@@ -113,7 +113,8 @@ def _run(shape: _Shape, sequences: Sequences, inputs: tuple[Tensor, ...], output
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a graph is built for; numbers and lengths are upper bounds. ``queries`` and ``keys`` limit the workspace of a backward pass."""
+    """What a graph is built for; numbers and lengths are upper bounds. ``square``: every sequence has as many keys as queries. ``queries`` and
+    ``keys`` limit the workspace of a backward pass."""
 
     device: torch.device
     dtype: torch.dtype
@@ -126,6 +127,7 @@ class _Shape:
     queries: int
     keys: int
     causal: bool
+    square: bool
     scaling: float
     backward: bool
 
@@ -144,6 +146,7 @@ class _Shape:
             queries=_round_up(len(q), 4096) if backward else 0,
             keys=_round_up(len(k), 4096) if backward else 0,
             causal=sequences.causal,
+            square=sequences.keys is sequences.queries,
             scaling=scaling,
             backward=backward,
         )
@@ -242,8 +245,12 @@ def _declare(shape: _Shape, cudnn: Any) -> Any:
         "seq_len_q": query_lengths,
         "seq_len_kv": key_lengths,
     }
-    if shape.causal:  # the last query is at the last key
-        common |= {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
+    if shape.causal:
+        ends = cudnn.diagonal_alignment
+        common |= {
+            "diagonal_alignment": ends.TOP_LEFT if shape.square else ends.BOTTOM_RIGHT,
+            "diagonal_band_right_bound": 0,
+        }
     if shape.backward:
         inputs += [tensor(name, q_like, half, of_queries) for name in ("out", "grad")]
         inputs += [tensor("sums", sums_like, real, of_sums)]

@@ -70,10 +70,10 @@ class Graph:
                 return flat.view(count, declared.dim[1], declared.dim[3])
 
             inputs = [rows(self.given[name], count) for name, count in (("q", n), ("k", m), ("v", m))]
-            out, sums = attend(*inputs, self.given["attn_scale"], is_causal(self.given))
+            out, sums = attend(*inputs, self.given["attn_scale"], is_causal(self.given, n, m))
             found = [out, sums.t().unsqueeze(-1)]
             if len(self.results) == 3:
-                p = scores(*inputs[:2], self.given["attn_scale"], is_causal(self.given)).sub(
+                p = scores(*inputs[:2], self.given["attn_scale"], is_causal(self.given, n, m)).sub(
                     rows(self.given["stats"], n).double()[..., 0].t().unsqueeze(-1)
                 )
                 found = differentiate(p.exp(), *inputs, rows(self.given["o"], n), rows(self.given["dO"], n), self.given)
@@ -87,7 +87,7 @@ cudnn = SimpleNamespace(
     pygraph=Graph,
     data_type=SimpleNamespace(FLOAT="float", INT32="int32", BFLOAT16="bfloat16", HALF="half"),
     heur_mode=SimpleNamespace(A="A"),
-    diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT="bottom right"),
+    diagonal_alignment=SimpleNamespace(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
     cudnnGraphNotSupportedError=KeyError,
     create_handle=lambda: "handle",
     set_stream=lambda handle, stream: None,
@@ -96,17 +96,23 @@ cudnn = SimpleNamespace(
 )
 
 
-def is_causal(given):
+def is_causal(given, queries, keys):
     """Whether a query attends to the keys up to its own, the last query being at the last key."""
     assert ("diagonal_alignment" in given) is ("diagonal_band_right_bound" in given)
-    return given.get("diagonal_alignment") == "bottom right" and given["diagonal_band_right_bound"] == 0
+    if "diagonal_alignment" not in given:
+        return False
+    assert given["diagonal_band_right_bound"] == 0
+    assert given["diagonal_alignment"] == "bottom right" or queries == keys
+    return True
 
 
 def scores(q, k, scaling, causal):
     found = (
         torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)) * scaling
     )
-    return found.masked_fill(torch.ones(found.shape[1:]).triu(1 + len(k) - len(q)).bool(), -torch.inf) if causal else found
+    return (
+        found.masked_fill(torch.ones(found.shape[1:]).triu(1 + len(k) - len(q)).bool(), -torch.inf) if causal else found
+    )
 
 
 def attend(q, k, v, scaling, causal):
@@ -142,17 +148,22 @@ def double(monkeypatch):
     module._graph.cache_clear()
 
 
-def draw(queries, keys, heads=4, kv_heads=2, width=16):
+def draw(queries, keys, causal=True, heads=4, kv_heads=2, width=16):
     generator = torch.Generator().manual_seed(0)
     shapes = (sum(queries), heads), (sum(keys), kv_heads), (sum(keys), kv_heads), (sum(queries), heads)
     tensors = [torch.randn(*shape, width, generator=generator).bfloat16() for shape in shapes]
     ends = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32) for x in (queries, keys)]
-    return *tensors, Sequences(*ends, max(queries), max(keys), causal=queries == keys)
+    if queries == keys:
+        ends[1] = ends[0]
+    return *tensors, Sequences(*ends, max(queries), max(keys), causal)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [([5, 1, 70], [5, 1, 70]), ([3, 130], [64, 2])])
-def test_attention_and_gradients_of_packed_sequences(queries, keys, double):
-    q, k, v, grad, sequences = draw(queries, keys)
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"),
+    [([5, 1, 70], [5, 1, 70], True), ([3, 130], [64, 2], False), ([5, 1, 70], [9, 1, 100], True)],
+)
+def test_attention_and_gradients_of_packed_sequences(queries, keys, causal, double):
+    q, k, v, grad, sequences = draw(queries, keys, causal)
     out, lse = module.cudnn_forward(q, k, v, sequences, 0.25)
     found = module.cudnn_gradients(grad, q, k, v, out, lse, sequences, 0.25)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -174,7 +185,7 @@ def test_micro_batches_of_similar_shapes_share_a_graph(double):
 
 def test_training_attention_uses_it(double):
     q, k, v, grad, sequences = draw([40, 7], [40, 7])
-    plan = SimpleNamespace(own=sequences, across=None)
+    plan = SimpleNamespace(own=sequences, across=None, find_copies=lambda q, k: None)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.autograd.grad(flash.flash(*leaves, plan, 0.25), leaves, grad)
     assert double.executed == [2, 3]

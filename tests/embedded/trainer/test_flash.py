@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -24,9 +26,7 @@ def packed(groups):
 def attend(q, k, v, sequences, scaling):
     """Each sequence by itself, with autograd; log-sum-exps [heads, queries]."""
     outs, sums = [], []
-    ends = zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True)
-    bounds = list(ends)
-    for (a, c), (b, d) in zip(bounds, bounds[1:], strict=False):
+    for (a, c), (b, d) in pairwise(zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True)):
         x, y, z = q[a:b], k[c:d], v[c:d]
         assert b - a <= sequences.longest_query and d - c <= sequences.longest_key
         y, z = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (y, z))
@@ -42,8 +42,7 @@ def differentiate(grad, q, k, v, out, lse, sequences, seeds, scaling):
     """Gradients from the probabilities exp(score - lse), as the kernel computes them."""
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     share = q.shape[1] // k.shape[1]
-    bounds = list(zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True))
-    for (a, c), (b, d) in zip(bounds, bounds[1:], strict=False):
+    for (a, c), (b, d) in pairwise(zip(sequences.queries.tolist(), sequences.keys.tolist(), strict=True)):
         y, z = (t[c:d].repeat_interleave(share, 1) for t in (k, v))
         p = (torch.einsum("qhd,khd->hqk", q[a:b], y) * scaling - lse[:, a:b, None]).exp()
         if sequences.causal:
@@ -71,8 +70,8 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("copied", [0.0, 1e9], ids=["two calls", "copies"])
-def test_both_ways_equal_autograd(groups, copied, double, monkeypatch):
+@pytest.mark.parametrize("most", [0.0, 1e9], ids=["two calls", "copies"])
+def test_both_ways_equal_autograd(groups, most, double, monkeypatch):
     packing = packed(groups)
     generator, rows = torch.Generator().manual_seed(0), len(packing.rows)
     q, k, v = (torch.randn(rows, n, 16, generator=generator).requires_grad_() for n in (4, 2, 2))
@@ -82,13 +81,14 @@ def test_both_ways_equal_autograd(groups, copied, double, monkeypatch):
     keys = reference.copies.rows
     expected, _ = attend(q, k[keys], v[keys], reference.copies.attended, 0.25)
     wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
-    monkeypatch.setattr(module, "_COPIED", copied)
+    monkeypatch.setattr(module, "_KEYS", most)
+    monkeypatch.setattr(module, "_ELEMENTS", most)
     plan = module.FlashPlan(packing)
     found = module.flash(q, k, v, plan, 0.25)
     given = torch.autograd.grad((found * weight).sum(), (q, k, v))
     for a, b in zip((found, *given), (expected, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert ("copies" in vars(plan)) is (copied > 0 and plan.across is not None)
+    assert ("copies" in vars(plan)) is (most > 0 and plan.across is not None)
 
 
 def test_the_keys_of_a_branch_are_those_of_its_trunk_and_its_own():
@@ -96,20 +96,25 @@ def test_the_keys_of_a_branch_are_those_of_its_trunk_and_its_own():
     copies = module.FlashPlan(packing).copies
     trunks, branches = packing.trunks, packing.branches
     assert copies.attended.queries.diff().tolist() == [3, 1, 3, 4]  # the last token of a sample is not computed
-    first, second, third, fourth = (
-        copies.rows[a:b].tolist() for a, b in zip(copies.attended.keys, copies.attended.keys[1:], strict=False)
-    )
+    first, second, third, fourth = (copies.rows[a:b].tolist() for a, b in pairwise(copies.attended.keys.tolist()))
     shared = list(range(trunks.start[0], trunks.start[0] + 3))
     assert first == shared and fourth == list(range(trunks.start[1], trunks.start[1] + 4))
     for keys, start, length in zip((second, third), branches.start, branches.length, strict=True):
         assert keys == [*shared, *range(start, start + length)]
-    for row, (start, end) in enumerate(zip(copies.ends, copies.ends[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(copies.ends.tolist())):
         assert copies.places[start:end].tolist() == (copies.rows == row).nonzero().flatten().tolist()
 
 
-def test_many_keys_are_not_copied(double):
-    long, short = packed([(4000, (8, 8))]), packed([(16, (128, 128))])
-    q, k = torch.zeros(1, 8, 16), torch.zeros(1, 2, 16)
-    assert module.FlashPlan(long).find_copies(q, k) is None
-    assert module.FlashPlan(short).find_copies(q, k) is not None
-    assert module.FlashPlan(packed([(4, (6,))])).find_copies(q, k) is None  # nothing is shared
+@pytest.mark.parametrize(
+    ("group", "heads", "kv_heads", "copied"),
+    [
+        ((16, (128, 128)), 8, 2, True),
+        ((4000, (8, 8)), 8, 1, False),  # many times as many keys as queries
+        ((200, (128, 128)), 8, 2, True),
+        ((200, (128, 128)), 8, 8, False),  # as many heads of keys as of queries: their copies would take more memory
+        ((4, (6,)), 8, 2, False),  # nothing is shared
+    ],
+)
+def test_keys_are_copied_where_that_is_cheap(group, heads, kv_heads, copied, double):
+    q, k = torch.zeros(1, heads, 16), torch.zeros(1, kv_heads, 16)
+    assert (module.FlashPlan(packed([group])).find_copies(q, k) is not None) is copied
