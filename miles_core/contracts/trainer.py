@@ -14,7 +14,7 @@ these, ``forward`` and ``loss`` return a zero loss that depends on the model's o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -293,6 +293,11 @@ class Trainer(ABC):
         Exactly one rank yields each unit, for example one rank per pipeline stage and expert-parallel rank; or every rank if
         ``everywhere``. Ranks that yield nothing declare it (``World.sends``).
         """
+
+    def find_memory(self) -> Hashable:
+        """Identify the memory of ``units``: if the result is equal to an earlier one, ``units`` yields the same lasting tensors in the same
+        memory, with values that may have changed. None if this is unknown."""
+        return None
 
     @abstractmethod
     def save(self, directory: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class Encoded:
     lasting: bool = False
     copy: Callable[[Tensor, Tensor], object] = field(default=Tensor.copy_, repr=False, compare=False)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes to transfer."""
         return sum([t.nbytes for t in self.parts.values()])

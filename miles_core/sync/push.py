@@ -113,9 +113,8 @@ class CopyTransport(Transport):
         def count_sizes() -> Iterator[Encoded]:
             nonlocal nbytes, tensors
             for unit in units:
-                for part in unit.parts.values():
-                    nbytes += part.nbytes
-                    tensors += 1
+                nbytes += unit.nbytes
+                tensors += len(unit.parts)
                 yield unit
 
         await self.engine.update_weights(count_sizes(), version)

@@ -29,7 +29,7 @@ from miles_core.data.current import CURRENT, current_tokens
 from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError
-from miles_core.plugin.load import compose
+from miles_core.plugin.load import Wrapper, compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.data_shard import DataShard, Pairs
 from miles_core.train.finite import check_finite
@@ -199,16 +199,22 @@ class Learner:
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
         return [{name: flat[span] for name, flat in arrays.items()} for span in spans]
 
-    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Generator[WeightUnit, None, None]:
-        """Yield the weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``.
+    def units(
+        self, purpose: Purpose = "sync", everywhere: bool = False, wrappers: list[Wrapper] | None = None
+    ) -> Generator[WeightUnit, None, None]:
+        """Yield the weights for a purpose, transformed by ``wrap_weights`` (or ``wrappers``); ``everywhere`` as for ``Trainer.units``.
 
         The trainer's stream is closed with this one: closing may compute, and computing while the interpreter exits aborts the process.
         """
-        chain = self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
+        wrappers = self.weight_wrappers(purpose) if wrappers is None else wrappers
         with ExitStack() as opened:
             yield from compose(
-                lambda: opened.enter_context(closing(unit for unit in self.trainer.units(everywhere))), chain
+                lambda: opened.enter_context(closing(unit for unit in self.trainer.units(everywhere))), wrappers
             )()
+
+    def weight_wrappers(self, purpose: Purpose) -> list[Wrapper]:
+        """Return the plugins' wrappers of one stream of weights."""
+        return self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
 
     def configure(self, options: Mapping[str, float]) -> None:
         """See ``LearnerHandle.configure``."""

@@ -6,8 +6,9 @@ Each training process holds one rank. The driver calls the same methods in the s
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
+from miles_core.precision.codec import Codec
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
@@ -36,6 +38,15 @@ class SentWeights(Protocol):
     def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]: ...
 
     def checksums(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class _PlainStream:
+    """A stream of tensors as they are in memory of the trainer that stays (``Trainer.find_memory``). As long as it stays, later syncs send the
+    same objects, and an engine in this process copies them again without looking up each of thousands of tensors."""
+
+    memory: Hashable
+    tensors: list[Encoded]
 
 
 class Rank(Learner):
@@ -52,6 +63,7 @@ class Rank(Learner):
         self._transport: Transport | None = None
         self._saving: Saving | None = None
         self._sent: SentWeights | None = None
+        self._plain: _PlainStream | None = None
 
     @property
     def world(self) -> World:
@@ -131,9 +143,9 @@ class Rank(Learner):
         held = {*self._held}  # excludes the weights if an engine died during its turn
         needed: list[TrainerPart] = ["weights", *held]
         self.hold(needed)
-        with closing(self.units("sync")) as units:
+        with self._weights(transport, version) as (units, encoded):
             if self.world.sends:
-                report = await transport.send(self._encode(units, transport, version), version)
+                report = await transport.send(encoded, version)
             else:
                 report = SyncReport(version, 0, 0, consume(units))
         self.hold([*held])
@@ -146,9 +158,9 @@ class Rank(Learner):
             return
         transport.unstage()
         if version is not None:
-            with closing(self.units("sync")) as units:
+            with self._weights(transport, version) as (units, encoded):
                 if self.world.sends:
-                    await transport.stage(self._encode(units, transport, version), version)
+                    await transport.stage(encoded, version)
                 else:
                     consume(units)
 
@@ -163,9 +175,29 @@ class Rank(Learner):
         if engine is not None and checks and "weight_checksums" in engine.capabilities:
             self._sent = self.run.hooks.make("sent_weights", "checksums", codec=self.codec, dtypes=engine.weight_dtypes)
 
-    def _encode(self, units: Iterator[WeightUnit], transport: Transport, version: int) -> Iterator[Encoded]:
-        encoded = self.codec.encode(units, transport.reserve)
-        return encoded if self._sent is None else self._sent.watch(encoded, version)
+    @contextmanager
+    def _weights(self, transport: Transport, version: int) -> Iterator[tuple[Iterator[WeightUnit], Iterator[Encoded]]]:
+        """Context with the weights of one sync, of which one iterator is read: the trainer's units, or their encoded tensors."""
+        wrappers = self.weight_wrappers("sync")
+        memory = self.trainer.find_memory() if type(self.codec) is Codec and not wrappers else None
+        with closing(self.units("sync", wrappers=wrappers)) as units:
+            known, self._plain = self._plain, None
+            if memory is None:
+                encoded = self.codec.encode(units, transport.reserve)
+            elif known is not None and known.memory == memory:
+                self._plain, encoded = known, iter(known.tensors)
+            else:
+                encoded = self._keep(self.codec.encode(units), memory)
+            yield units, encoded if self._sent is None else self._sent.watch(encoded, version)
+
+    def _keep(self, encoded: Iterator[Encoded], memory: Hashable) -> Iterator[Encoded]:
+        """Yield a stream, and keep it for later syncs if all its tensors are in memory that stays."""
+        tensors = []
+        for each in encoded:
+            tensors.append(each)
+            yield each
+        if all(each.lasting for each in tensors):
+            self._plain = _PlainStream(memory, tensors)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""

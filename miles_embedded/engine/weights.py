@@ -11,6 +11,7 @@ from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.products import Products
+from miles_embedded.engine.repeated_update import RepeatedUpdate, record
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
@@ -57,6 +58,7 @@ class Weights:
         self._shared: set[str] = set()
         self._arrivals: Arrivals | None = None
         self._released: tuple[Released, Released] | None = None
+        self._last: RepeatedUpdate | None = None
 
     @property
     def arrivals(self) -> Arrivals:
@@ -105,7 +107,7 @@ class Weights:
     def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read. Constant
         ones, which no update contains, wait in host memory."""
-        self.complete = False
+        self.complete, self._last = False, None
         self.packs.clear()
         if self._arrivals is not None:
             self._arrivals.drop()
@@ -129,20 +131,28 @@ class Weights:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self.inputs.remove()
         self._set_codec(self._codec_of(precision))
-        self.complete = False
+        self.complete, self._last = False, None
         self._changed()
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update; ``share`` as for ``Update``. Returns the number of copied bytes."""
         if self._arrivals is not None:
             self._arrivals.forget()
-        return self.load(units, version, share)
+        last = self._last
+        if last is None or share or not last.is_current():
+            return self.load(units, version, share)
+        different = last.find_difference(iter(units))
+        if different is not None:
+            return self.load(different, version)
+        last.copy()
+        self.serve(version)
+        return last.nbytes
 
     def begin_update(self, share: bool = False) -> Update:
         """Start an update tensor by tensor. The weights are incomplete until it is finished and ``serve`` is called."""
         if self._released is not None:
             raise RuntimeError("the weights are asleep: wake them before an update")
-        self.complete = False
+        self.complete, self._last = False, None
         self.packs.clear()
         return Update(self.model, self.codec.decode, self._shared, share)
 
@@ -150,9 +160,12 @@ class Weights:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
         native = self.inputs.layers or self.inputs.experts
-        update.take(self.inputs.take_each(units) if native else units)
+        lasting: list[Encoded] = []
+        update.take(self.inputs.take_each(units) if native else record(iter(units), lasting))
         copied = update.finish()
         self.serve(version)
+        if lasting and not share and update.copies is not None:
+            self._last = RepeatedUpdate(self.model, lasting, update.copies, copied)
         return copied
 
     def serve(self, version: int) -> None:

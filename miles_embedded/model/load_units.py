@@ -24,6 +24,7 @@ class SharingLoader(Loader):
 
     Attributes:
         copied: number of bytes written so far.
+        launched: all copies so far; None once something was loaded in another way.
     """
 
     def __init__(self, model: nn.Module, shared: set[str]) -> None:
@@ -31,6 +32,7 @@ class SharingLoader(Loader):
         self._shared = shared
         self._lasting: dict[str, dict[str, tuple[View, Tensor]]] = {}
         self.copied = 0
+        self.launched: list[Copies] | None = []
 
     def defer(self, name: str, tensor: Tensor) -> None:
         """Load a lasting tensor like ``put``, with the next ``load_deferred``."""
@@ -60,6 +62,7 @@ class SharingLoader(Loader):
             elif whole.data_ptr() == home.data_ptr():
                 continue
             elif share and (whole.dtype, whole.device) == (home.dtype, home.device):
+                self.launched = None
                 home.data = whole
                 self._shared.add(source)
             else:
@@ -68,13 +71,22 @@ class SharingLoader(Loader):
                 self.copied += whole.nbytes
         for targets, tensors in waiting.values():
             torch._foreach_copy_(targets, tensors)
+            if self.launched is not None:
+                self.launched.append((targets, tensors))
         self._lasting = {}
+
+    def put(self, name: str, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
+        """See ``Loader.put``."""
+        self.launched = None
+        super().put(name, tensor, copy)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         home = self._sources[view.source]
         if _is_stored_in(home, view, tensor):
             return
         self._take_memory(view.source)
+        if isinstance(home, DTensor):
+            self.launched = None
         super()._write(view, tensor, copy)
         self.copied += tensor.nbytes
 
@@ -114,6 +126,9 @@ def _find_whole(home: Tensor, parts: Sequence[tuple[View, Tensor]]) -> Tensor | 
         return None
     return first.detach().as_strided(home.shape, home.stride(), offset)
 
+
+#: Tensors, and what was copied to them.
+Copies = tuple[list[Tensor], list[Tensor]]
 
 #: Decodes one encoded checkpoint tensor.
 Decode = Callable[[Encoded], Tensor]
@@ -178,6 +193,11 @@ class Update:
             )
         self._loader.load_deferred(self._share)
         return self._loader.copied
+
+    @property
+    def copies(self) -> list[Copies] | None:
+        """The copies that this update consisted of; None if it did more than copy tensors that last."""
+        return self._loader.launched
 
 
 def _plain(unit: Encoded, decode: Decode | None) -> Tensor:

@@ -7,7 +7,7 @@ its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
@@ -370,6 +371,13 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
         with drain(export(self.model)) as units:
             yield from (unit for unit in units if everywhere or self.world.rank == 0)
+
+    def find_memory(self) -> Hashable:
+        """See ``Trainer.find_memory``; None for sharded parameters, which are gathered for each sync."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return None
+        return tuple([(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors])
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[WeightUnit] | None = None) -> None:
         """See ``Trainer.export``; rank 0 writes."""

@@ -12,6 +12,7 @@ the first sync of a connection compares everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from zlib import crc32
 
 import torch
@@ -67,6 +68,12 @@ class Checksums:
         return {name: int(value) for name, value in self._found.items()}
 
 
+@cache
+def _number(name: str) -> int:
+    """Return a number that assigns a tensor to one of the parts that are compared in turn."""
+    return crc32(name.encode())
+
+
 class SentWeights:
     """The checksums of what one rank sent last.
 
@@ -91,7 +98,7 @@ class SentWeights:
                 self._begin(version)
             self._nbytes += unit.nbytes
             self._tensors += 1
-            if self._period == 1 or (crc32(unit.name.encode()) + self._count) % self._period == 0:
+            if self._period == 1 or (_number(unit.name) + self._count) % self._period == 0:
                 self._add(unit)
             yield unit
         self._sums.launch()
