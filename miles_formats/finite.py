@@ -45,6 +45,10 @@ class Finite:
         together = torch.cat(shows if alike else [each.flatten() for each in shows])  # type: ignore[arg-type]
         self._add(dict(zip(names, weights, strict=True)), together, stay)
 
+    def add_stack(self, names: Sequence[str], weights: Tensor, shows: Tensor) -> None:
+        """Add weights [count, ...] whose memory stays valid; ``shows`` [count, ...] are their smaller tensors."""
+        self._add(dict(zip(names, weights.unbind(0), strict=True)), shows, stay=True)
+
     def _add(self, weights: dict[str, Tensor], shows: Tensor, stay: bool) -> None:
         if self._waiting and self._device != shows.device:
             self.look()

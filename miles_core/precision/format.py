@@ -131,6 +131,19 @@ class Format(ABC):
         """
         self.dequantize_all([{s: t[i] for s, t in parts.items()} for i in range(len(out))], list(out.unbind(0)))
 
+    def fake_quantize_stacked(self, weights: Tensor, out: Tensor) -> Tensor | None:
+        """Write ``dequantize(quantize(weight))`` of weights that are stored together to ``out``, in one launch, for a trainer that does not
+        need the codes. For formats whose tiles are independent.
+
+        Args:
+            weights: [count, N, K], any strides.
+            out: the same shape and dtype, any strides.
+
+        Returns:
+            the part ``shows`` of each weight, [count, ...]; None if there is no such kernel, and nothing was written.
+        """
+        return None
+
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """Quantise and dequantise x [..., K], the input of a linear layer, in blocks along K; return it in x's dtype.
 

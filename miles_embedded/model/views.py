@@ -81,7 +81,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """Views of one module tensor that have the same layout and equal distances, such as a projection of all experts. They are sliced
     in one call: thousands of calls would take longer than the copy of the weights."""
 
@@ -91,15 +91,19 @@ class _Row:
 
     def slice(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return (name, view) pairs of the module tensor."""
-        view, count = self.first, len(self.names)
-        if count == 1:
-            return zip(self.names, (view.of(tensor),), strict=True)
+        if len(self.names) == 1:
+            return zip(self.names, (self.first.of(tensor),), strict=True)
+        return zip(self.names, self.stack(tensor).unbind(0), strict=True)
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Return all of them as one view of the module tensor, [tensors, *size]."""
+        view = self.first
         offset = tensor.storage_offset() + view.offset
-        whole = tensor.as_strided((count, *view.size), (self.step, *view.stride), offset)
-        return zip(self.names, whole.unbind(0), strict=True)
+        return tensor.as_strided((len(self.names), *view.size), (self.step, *view.stride), offset)
 
 
-def _find_rows(members: Iterable[View]) -> list[_Row]:
+def find_rows(members: Iterable[View]) -> list[Row]:
+    """Group the views of one module tensor."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[View]] = {}
     for view in members:
         alike.setdefault((view.size, view.stride), []).append(view)
@@ -108,7 +112,7 @@ def _find_rows(members: Iterable[View]) -> list[_Row]:
         step = group[1].offset - group[0].offset if len(group) > 1 else 0
         equal = step > 0 and all(view.offset == group[0].offset + i * step for i, view in enumerate(group))
         for row in [group] if equal else [[view] for view in group]:
-            found.append(_Row(tuple(view.name for view in row), row[0], step))
+            found.append(Row(tuple(view.name for view in row), row[0], step))
     return found
 
 
@@ -132,7 +136,7 @@ class _Layout:
         members: dict[str, list[View]] = {}
         for view in views:
             members.setdefault(view.source, []).append(view)
-        self._rows = {source: _find_rows(inside) for source, inside in members.items()}
+        self._rows = {source: find_rows(inside) for source, inside in members.items()}
         self._slices: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def slice(self, source: str, tensor: Tensor) -> dict[str, Tensor]:

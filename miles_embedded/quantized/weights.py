@@ -27,17 +27,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miles_core.data.weight_unit import WeightUnit
-from miles_core.precision.codec import Codec
+from miles_core.precision.codec import COPY, Codec
 from miles_core.precision.product import Product
 from miles_embedded.model.storage import codes_of, device_of_hosted, is_sharded
-from miles_embedded.model.views import View, group_coupled, views
+from miles_embedded.model.views import Row, View, find_rows, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
+from miles_formats.finite import Finite
 
 #: Elements of weights that are quantised together after an optimizer step; their codes are in memory at the same time.
 _TOGETHER = 1 << 29
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """Parameters that are quantised together because a unit spans them; ``units`` are their checkpoint tensors."""
 
@@ -71,6 +72,7 @@ class FakeQuantizer:
         self.inputs = RoundedInputs(model, codec, product)
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
+        self._rows_of: dict[_Group, tuple[Row, ...]] = {}
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -116,6 +118,17 @@ class FakeQuantizer:
             self._quantize([group, *(self._stale_with(group) if self.keeps else ())])
         return self._values[source]
 
+    def _rows(self, group: _Group) -> tuple[Row, ...]:
+        """Return the tensors of a group in runs that one launch quantises; () if the format leaves one of them alone or refuses it."""
+        if group not in self._rows_of:
+            format, members = self.codec.format, list(chain.from_iterable(group.units))
+            whole = all(
+                self.codec.quantises(view.name, view.size) and format.refuse(view.size) is None for view in members
+            )
+            of_source = [[view for view in members if view.source == source] for source in group.sources]
+            self._rows_of[group] = tuple(row for own in of_source for row in find_rows(own)) if whole else ()
+        return self._rows_of[group]
+
     def _state(self, group: _Group) -> tuple[tuple[int, ...], ...]:
         return tuple(_state(self.parameter(s)) for s in group.sources)
 
@@ -149,6 +162,32 @@ class FakeQuantizer:
         for source, value in values.items():
             if filled[source] != value.numel():
                 value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
+        finite = Finite(all_stay=True)
+        stacked = [group for group in groups if self._quantize_stacked(group, plain, values, finite)]
+        finite.look()
+        self._quantize_each([group for group in groups if group not in stacked], plain, values)
+        self._values.update(values)
+        self._seen.update(states)
+
+    def _quantize_stacked(
+        self, group: _Group, plain: dict[str, Tensor], values: dict[str, Tensor], finite: Finite
+    ) -> bool:
+        """Quantise a group in a launch for equally spaced tensors, without keeping codes; returns whether the format does that."""
+        rows = () if self.inputs.layers or self.inputs.experts else self._rows(group)
+        for row in rows:
+            weights, out = (tensors[row.first.source] for tensors in (plain, values))
+            if weights.dtype != COPY:
+                return False
+            weights = row.stack(weights)
+            shows = self.codec.format.fake_quantize_stacked(weights, row.stack(out))
+            if shows is None:
+                return False
+            finite.add_stack(row.names, weights, shows)
+        return bool(rows)
+
+    def _quantize_each(self, groups: list[_Group], plain: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+        """Quantise groups tensor by tensor, and give native products their codes."""
+        inside = [unit for group in groups for unit in group.units]
         view_of = {view.name: view for unit in inside for view in unit}
         units = (WeightUnit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in inside)
         encoded = list(self.codec.encode(units))  # many small experts take a few launches and one check for NaN
@@ -156,8 +195,6 @@ class FakeQuantizer:
             self.inputs.take(each)
         views_of = [view_of[each.name] for each in encoded]
         self.codec.decode_all(encoded, [view.of(values[view.source]) for view in views_of])
-        self._values.update(values)
-        self._seen.update(states)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -182,6 +182,14 @@ class Fp8(Format):
             codes_of, scales_of = [parts[i][CODES] for i in group], [parts[i][SCALES] for i in group]
             kernels.dequantize_alike(codes_of, scales_of, [outs[i] for i in group])
 
+    def fake_quantize_stacked(self, weights: Tensor, out: Tensor) -> Tensor | None:
+        """See ``Format.fake_quantize_stacked``."""
+        if not runs_kernels(weights, KERNEL_CAPABILITY):
+            return None
+        from miles_fp8 import kernels  # needs Triton
+
+        return kernels.fake_quantize_weights(weights, out, self.power_of_two_scales)
+
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """See ``Format.fake_quantize_activation``; blocks of 1 x 128, the last block of a row may be shorter."""
         if self.activation_form != "divide":

@@ -112,6 +112,35 @@ def _weights(
 
 
 @triton.jit
+def _fake_weights(
+    x_ptr,
+    out_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    x_step,
+    x_row,
+    x_column,
+    out_step,
+    out_row,
+    out_column,
+    POWER_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    weight = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + weight * x_step + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True), 0, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
+    value = (_codes(x, scale).to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + weight * out_step + row * out_row + column * out_column, value, mask=inside)
+    place = (weight * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales_ptr + place + tl.zeros(scale.shape, tl.int32), scale)
+
+
+@triton.jit
 def _activation(
     x_ptr,
     out_ptr,
@@ -218,6 +247,17 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
         grid = (*scales[0].shape, len(weights))
         sizes = rows, columns, *first.stride()
         _weights[grid](table, *sizes, KINDS[first.dtype], power_of_two, TILE, num_warps=WARPS)
+
+
+def fake_quantize_weights(weights: Tensor, out: Tensor, power_of_two: bool) -> Tensor:
+    """Write the values of quantised weights [count, N, K], any strides, to ``out``; returns their scales [count, ceil(N/128), ceil(K/128)]."""
+    count, rows, columns = weights.shape
+    tiles = -(-rows // TILE), -(-columns // TILE)
+    scales = torch.empty((count, *tiles), dtype=torch.float32, device=weights.device)
+    with torch.cuda.device(weights.device):
+        strides = *weights.stride(), *out.stride()
+        _fake_weights[*tiles, count](weights, out, scales, rows, columns, *strides, power_of_two, TILE, num_warps=WARPS)
+    return scales
 
 
 def dequantize_alike(codes: list[Tensor], scales: list[Tensor], outs: list[Tensor]) -> None:

@@ -225,3 +225,51 @@ def test_a_weight_that_went_wrong_stops_the_forward_by_name(checkpoints):
     with pytest.raises(MilesError, match=r"layers\.1\.mlp\.experts\.2\.down_proj\.weight holds 1 values"):
         run(model)
     assert "weight" not in model.model.layers[1].self_attn.q_proj.__dict__
+
+
+class Stacked(Rows):
+    """The same, several weights at a time."""
+
+    name = "stacked"
+    shows = "weight_scale"
+
+    def __init__(self, supported=True):
+        super().__init__()
+        self.supported, self.stacks = supported, []
+
+    def fake_quantize_stacked(self, weights, out):
+        if not self.supported:
+            return None
+        self.stacks.append(len(weights))
+        parts = [Rows.quantize(Rows(), weight) for weight in weights]
+        for part, each in zip(parts, out, strict=True):
+            each.copy_(self.dequantize(part))
+        return torch.stack([part["weight_scale"] for part in parts])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_weights_that_are_stored_together_are_quantised_together(checkpoints, family):
+    format, single = Stacked(), Stacked(supported=False)
+    found, expected = (install(load_model(checkpoints[family], "bfloat16"), FormatCodec(f)) for f in (format, single))
+    for source in expected.sources:
+        assert torch.equal(found.value(source), expected.value(source)), source
+    assert not format.calls and single.calls > len(format.stacks) > 0
+    experts = next((p for n, p in found.model.named_parameters() if n.endswith("gate_up_proj")), None)
+    assert max(format.stacks) == (1 if experts is None else 2 * len(experts))  # gates and ups alternate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_model_copy_is_quantised_together(checkpoints, dtype):
+    format = Stacked()
+    quantizer = install(load_model(checkpoints["llama"], dtype), FormatCodec(format))
+    quantizer.value(quantizer.sources[0])
+    assert bool(format.stacks) is (dtype == "bfloat16")
+
+
+def test_a_bad_weight_among_those_quantised_together_is_named(checkpoints):
+    quantizer = install(load_model(checkpoints["qwen3_moe"], "bfloat16"), FormatCodec(Stacked()))
+    source = next(s for s in quantizer.sources if s.endswith("down_proj"))
+    with torch.no_grad():
+        quantizer.parameter(source)[1, 2, 3] = torch.inf
+    with pytest.raises(MilesError, match=r"experts\.1\.down_proj\.weight holds 1 values that are NaN or Inf"):
+        quantizer.value(source)
