@@ -253,7 +253,7 @@ def test_weights_that_are_stored_together_are_quantised_together(checkpoints, fa
     found, expected = (install(load_model(checkpoints[family], "bfloat16"), FormatCodec(f)) for f in (format, single))
     for source in expected.sources:
         assert torch.equal(found.value(source), expected.value(source)), source
-    assert not format.calls and single.calls > len(format.stacks) > 0
+    assert not format.calls and single.calls >= len(format.stacks) > 0
     experts = next((p for n, p in found.model.named_parameters() if n.endswith("gate_up_proj")), None)
     assert max(format.stacks) == (1 if experts is None else 2 * len(experts))  # gates and ups alternate
 
