@@ -53,6 +53,7 @@ class FormatCodec(Codec):
         self._checked = False
         #: every tensor of the model, if known; the stream of one rank may hold only a part of them
         self._model: Mapping[str, Shape] = {}
+        self._quantises: dict[tuple[str, Shape], bool] = {}
         self._kinds: set[str] = set()  # of these tensors, and of the experts in the joined ones
 
     def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
@@ -67,6 +68,7 @@ class FormatCodec(Codec):
             CheckpointError: see ``experts``.
         """
         self.family, self._model = family, shapes
+        self._quantises.clear()
         self.selector.settle(shapes)
         experts = [x for name, shape in shapes.items() for x in self._experts(name, shape)]
         self._kinds = {kind_of(name) for name in (*shapes, *(x.name for x in experts))}
@@ -87,7 +89,10 @@ class FormatCodec(Codec):
 
     def quantises(self, name: str, shape: Shape) -> bool:
         """Return whether the format applies to a tensor that is encoded under its own name."""
-        return self.reason(name, shape) is None
+        found = self._quantises.get((name, shape))
+        if found is None:
+            found = self._quantises[name, shape] = self.reason(name, shape) is None
+        return found
 
     def encode(self, units: Iterable[WeightUnit], room: Room | None = None) -> Iterator[Encoded]:
         """Yield encoded tensors in the order of the stream.

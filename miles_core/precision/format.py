@@ -216,5 +216,6 @@ def store(parts: Parts, out: Parts | None) -> Parts:
     if out is None:
         return parts
     for suffix, tensor in parts.items():
-        out[suffix].copy_(tensor)
+        if out[suffix] is not tensor:
+            out[suffix].copy_(tensor)
     return out

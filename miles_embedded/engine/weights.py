@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
+from miles_core.precision.format import Parts
 from miles_core.precision.products import Products
 from miles_embedded.engine.repeated_update import RepeatedUpdate, record
 from miles_embedded.model.load_units import Update
@@ -20,6 +21,9 @@ from miles_embedded.model.views import Loader
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_workers.transport.arrivals import Arrival, Arrivals
 from miles_workers.transport.sent_weights import Checksums
+
+#: Bytes of values that are decoded together for their checksums.
+_DECODED = 1 << 28
 
 
 class Weights:
@@ -86,22 +90,42 @@ class Weights:
         """Return the checksums of these tensors, see ``Engine.weight_checksums``."""
         self.check()
         loader, sums = Loader(self.model), Checksums()
+        encoded: list[tuple[str, Parts, Tensor]] = []
+        nbytes = 0
         for name in names:
             view, parameter = loader.locate(name)
             shard = local_shard(parameter)
             if shard.sharded or (is_constant(parameter) and codes_of(parameter) is not None):
                 continue
-            value = self.inputs.decoded_codes(view.name, view.size[0]) if view.size else None
-            sums.add(name, view.of(shard.tensor) if value is None else value.to(parameter.dtype), stays=True)
+            codes = self.inputs.find_codes(view.name, view.size[0]) if view.size else None
+            if codes is None:
+                sums.add(name, view.of(shard.tensor), stays=True)
+            else:
+                value = torch.empty(view.size, dtype=parameter.dtype, device=parameter.device)
+                encoded.append((name, codes, value))
+                nbytes += value.nbytes
+            if nbytes >= _DECODED:
+                self._add_decoded(encoded, sums)
+                nbytes = 0
+        self._add_decoded(encoded, sums)
         return sums.read()
+
+    def _add_decoded(self, encoded: list[tuple[str, Parts, Tensor]], sums: Checksums) -> None:
+        """Decode these tensors (name, codes, values) together, and add them."""
+        if encoded:
+            self.inputs.format.dequantize_all([codes for _, codes, _ in encoded], [value for _, _, value in encoded])
+            for name, _, value in encoded:
+                sums.add(name, value, stays=True)
+            encoded.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the model's products read, including the codes of native products."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        for parameter in self.model.parameters():
-            if (codes := codes_of(parameter)) is not None:
-                yield from codes.tensors()
+        for module in self.model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    codes = codes_of(tensor)
+                    yield tensor
+                    yield from () if codes is None else codes.tensors()
         yield from self.inputs.tensors()
 
     def release(self) -> None:

@@ -98,12 +98,12 @@ class RoundedInputs(Rounding):
         """Return the memory for the codes of one tensor of a weight update, stored name -> tensor; {} if ``take`` copies them."""
         return self.experts[name].reserve(name) if name in self.experts else {}
 
-    def decoded_codes(self, name: str, rows: int) -> Tensor | None:
-        """Return a checkpoint tensor of so many rows, decoded from the codes that its native product reads, FP32; None if it reads values,
-        or if the product cannot convert its codes back."""
+    def find_codes(self, name: str, rows: int) -> Parts | None:
+        """Return the codes of a checkpoint tensor of so many rows that its native product reads, as the format stores them; None if it reads
+        values, or if the product cannot convert its codes back."""
         if name in self.layers:
-            return self.layers[name].decoded_codes()
-        return self.experts[name].decoded_codes(name, rows) if name in self.experts else None
+            return self.layers[name].stored()
+        return self.experts[name].stored(name, rows) if name in self.experts else None
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the codes of these tensors."""

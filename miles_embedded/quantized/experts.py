@@ -71,15 +71,15 @@ class NativeExperts:
         row = view.offset // k
         return name, row // rows, row % rows
 
-    @torch.no_grad()
     def take(self, encoded: Encoded) -> None:
-        """Copy the codes of one checkpoint tensor; a plain tensor removes them."""
+        """Copy the codes of one checkpoint tensor; a plain tensor removes them. Thousands of small tensors arrive, most of which the encoder has
+        written to their places already."""
         if encoded.format != self.format.name:
             self.restore()
             self._missing.add(encoded.name)
             return
         for key, room in self.reserve(encoded.name).items():
-            if encoded.parts[key] is not room:  # else the encoder has written there
+            if encoded.parts[key] is not room:
                 room.copy_(encoded.parts[key])
         if not self._missing:
             return
@@ -88,7 +88,6 @@ class NativeExperts:
             for weight in self.weights.values():
                 weight.free()
 
-    @torch.no_grad()
     def reserve(self, name: str) -> Parts:
         """Return the memory for the codes of one checkpoint tensor, stored name -> tensor."""
         if not self.codes:
@@ -119,8 +118,8 @@ class NativeExperts:
         self.format.dequantize_all(experts, list(values.unbind(0)))
         return True
 
-    def decoded_codes(self, name: str, rows: int) -> Tensor | None:
-        """Return one checkpoint tensor of so many rows decoded from the codes, FP32; None until all codes arrived."""
+    def stored(self, name: str, rows: int) -> Parts | None:
+        """Return the codes of one checkpoint tensor of so many rows as the format stores them; None until all codes arrived."""
         if not self.ready:
             return None
         weight, expert, row = self._places[name]
@@ -129,7 +128,7 @@ class NativeExperts:
         for suffix, whole in self.codes[weight].items():
             first = row * whole.shape[1] // self._shapes[weight][1]
             parts[suffix] = whole[expert, first : first + stored[suffix]]
-        return self.format.dequantize(parts)
+        return parts
 
     def drop(self) -> None:
         """Free the codes."""

@@ -72,7 +72,7 @@ class NativeLinear:
             }
         for name, tensor in parts.items():
             self.codes[name].copy_(tensor)
-        if self.inputs.codes_only and self._stored() is not None:
+        if self.inputs.codes_only and self.stored() is not None:
             self.weight.free()
 
     @property
@@ -80,21 +80,16 @@ class NativeLinear:
         """Whether codes arrived."""
         return self.codes is not None
 
-    def _stored(self) -> Parts | None:
+    def stored(self) -> Parts | None:
         """Return the codes as the format stores them; None if there are none, or the product cannot convert them back."""
         shape = (self.module.out_features, self.module.in_features)
         return None if self.codes is None else self.product.restore(self.codes, shape)
 
-    def decoded_codes(self) -> Tensor | None:
-        """Return the weight decoded from the codes, FP32; None if there are none, or the product cannot convert them back."""
-        stored = self._stored()
-        return None if stored is None else self.format.dequantize(stored)
-
     def _decode(self, values: Tensor) -> bool:
-        decoded = self.decoded_codes()
-        if decoded is not None:
-            values.copy_(decoded)
-        return decoded is not None
+        stored = self.stored()
+        if stored is not None:
+            self.format.dequantize_all([stored], [values])
+        return stored is not None
 
     def drop(self) -> None:
         """Free the codes; memory shared with other layers when the last of them frees its codes."""
