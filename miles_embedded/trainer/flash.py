@@ -29,6 +29,8 @@ from miles_embedded.trainer.packing import Ints, Packing, spans
 #: Keys are copied if that gives at most so many keys per query of a branch, and at most so many elements of keys per element of queries.
 #: Measured on an H200 with prompts of 64 to 8,192 tokens, 256 to 4,096 of a response, and 1 to 8 query heads per key head.
 _KEYS, _ELEMENTS = 4.0, 1.5
+#: Longest segment with copies where cuDNN is used, whose gradients take longer if there are more keys than queries.
+_LONGEST = 2048
 
 
 @dataclass
@@ -78,13 +80,15 @@ class FlashPlan:
             )
             self._copied = int(trunks.length[branches.trunk].sum() + lengths.sum())
 
-    def find_copies(self, q: Tensor, k: Tensor) -> Copies | None:
-        """Return the keys of every segment if one call with copies is faster than two; None without branches. q [rows, heads, dim],
-        k [rows, kv heads, dim]."""
+    def find_copies(self, q: Tensor, k: Tensor, scaling: float) -> Copies | None:
+        """Return the keys of every segment if one call with copies is faster than two; None without branches. Arguments as for ``flash``."""
         if self.across is None or not kernels_run(q.device):
             return None
-        keys_per_query = self._copied / len(self.branch_rows)
-        return self.copies if keys_per_query <= min(_KEYS, _ELEMENTS * q.shape[1] / k.shape[1]) else None
+        if self._copied / len(self.branch_rows) > min(_KEYS, _ELEMENTS * q.shape[1] / k.shape[1]):
+            return None
+        if self.own.longest_query > _LONGEST and cudnn_supports(q, k, self.own, scaling):
+            return None
+        return self.copies
 
     @cached_property
     def copies(self) -> Copies:
@@ -119,7 +123,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> T
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
-        copies = plan.find_copies(q, k)
+        copies = plan.find_copies(q, k, scaling)
         if copies is not None:
             wide_k, wide_v = (x.index_select(0, copies.rows) for x in (k, v))
             out, lse, *seeds = _forward(q, wide_k, wide_v, copies.attended, scaling)
@@ -177,7 +181,7 @@ def _differentiate(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; ``seeds``: two of each call's forward, which only dropout reads."""
-    copies = plan.find_copies(q, k)
+    copies = plan.find_copies(q, k, scaling)
     if copies is not None:
         from miles_embedded.kernels.parts import sum_copies
 

@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+import torch
 
 from miles_core.errors import MismatchError
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.repeated_update import RepeatedUpdate
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_testing.doubles import remote
@@ -15,7 +17,13 @@ STALE = "layers.1.self_attn.k_proj"
 
 
 @pytest.fixture
-def stale(monkeypatch):
+def loaded(monkeypatch):
+    """Every update is loaded tensor by tensor, also if the last one could be repeated."""
+    monkeypatch.setattr(RepeatedUpdate, "is_current", lambda self: False)
+
+
+@pytest.fixture
+def stale(monkeypatch, loaded):
     """From the second sync on, one tensor keeps its first values in every embedded engine."""
     begin = Weights.begin_update
 
@@ -89,6 +97,20 @@ def test_verify_logprobs_reports_it_without_the_self_check(toy_run, stale):
         toy_run(self_check=False, verify_logprobs=True)
 
 
+def test_a_repeated_update_that_leaves_something_out_is_found(toy_run, monkeypatch):
+    copy, copied = torch._foreach_copy_, []
+
+    @torch.no_grad()
+    def leave_out(targets, tensors):
+        copied.append(len(targets))
+        copy(targets[1:], tensors[1:])
+
+    monkeypatch.setattr(RepeatedUpdate, "copy", lambda self: [leave_out(*pair) for pair in self._copies])
+    with pytest.raises(MismatchError, match=r"stale weights: version 1 .* compared tensors"):
+        toy_run(self_check=True, lr=1e-2)
+    assert max(copied) > 10
+
+
 def test_the_self_check_can_be_turned_off(toy_run, stale, monkeypatch):
     asked = watch(monkeypatch)
     toy_run(self_check=False)
@@ -105,7 +127,9 @@ def unknown_layout(monkeypatch):
 
 
 @pytest.mark.parametrize("plugins", [[], [remote.__file__]])
-def test_an_engine_of_unknown_layout_is_judged_by_how_its_scores_move(plugins, toy_run, unknown_layout, monkeypatch):
+def test_an_engine_of_unknown_layout_is_judged_by_how_its_scores_move(
+    plugins, toy_run, unknown_layout, loaded, monkeypatch
+):
     begin = Weights.begin_update
 
     def keep(self, share=False):

@@ -117,4 +117,13 @@ def test_the_keys_of_a_branch_are_those_of_its_trunk_and_its_own():
 )
 def test_keys_are_copied_where_that_is_cheap(group, heads, kv_heads, copied, double):
     q, k = torch.zeros(1, heads, 16), torch.zeros(1, kv_heads, 16)
-    assert (module.FlashPlan(packed([group])).find_copies(q, k) is not None) is copied
+    assert (module.FlashPlan(packed([group])).find_copies(q, k, 0.25) is not None) is copied
+
+
+@pytest.mark.parametrize("longest", [100, 1000])
+def test_cudnn_gets_long_responses_without_copies(longest, double, monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST", longest)
+    q, k, plan = torch.zeros(1, 8, 16), torch.zeros(1, 2, 16), module.FlashPlan(packed([(16, (128, 128))]))
+    assert plan.find_copies(q, k, 0.25) is not None
+    monkeypatch.setattr(module, "cudnn_supports", lambda *_: True)
+    assert (plan.find_copies(q, k, 0.25) is None) is (longest == 100)
