@@ -59,8 +59,10 @@ class FakeQuantizer:
     """
 
     def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+        if codec.format is None:
+            raise ValueError("a fake-quantised forward needs a number format")
         _count_steps()
-        self.model, self.codec = model, codec
+        self.model, self.codec, self.format = model, codec, codec.format
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
         parameters = dict(model.named_parameters())
@@ -121,9 +123,10 @@ class FakeQuantizer:
     def _rows(self, group: _Group) -> tuple[Row, ...]:
         """Return the tensors of a group in runs that one launch quantises; () if the format leaves one of them alone or refuses it."""
         if group not in self._rows_of:
-            format, members = self.codec.format, list(chain.from_iterable(group.units))
+            members = list(chain.from_iterable(group.units))
             whole = all(
-                self.codec.quantises(view.name, view.size) and format.refuse(view.size) is None for view in members
+                self.codec.quantises(view.name, view.size) and self.format.refuse((view.size[0], view.size[1])) is None
+                for view in members
             )
             of_source = [[view for view in members if view.source == source] for source in group.sources]
             self._rows_of[group] = tuple(row for own in of_source for row in find_rows(own)) if whole else ()
@@ -179,7 +182,7 @@ class FakeQuantizer:
             if weights.dtype != COPY:
                 return False
             weights = row.stack(weights)
-            shows = self.codec.format.fake_quantize_stacked(weights, row.stack(out))
+            shows = self.format.fake_quantize_stacked(weights, row.stack(out))
             if shows is None:
                 return False
             finite.add_stack(row.names, weights, shows)
@@ -246,8 +249,6 @@ def install(model: nn.Module, codec: Codec, product: Product | None = None) -> F
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
         MilesError: (in a forward) a weight is NaN or Inf; names the weight.
     """
-    if codec.format is None:
-        raise ValueError("a fake-quantised forward needs a number format")
     quantizer = FakeQuantizer(model, codec, product)
     by_module: dict[nn.Module, dict[str, str]] = {}
     for source in quantizer.sources:

@@ -106,12 +106,12 @@ class FlashPlan:
         starts = in_order(none, trunks.start[branches.trunk]), in_order(trunks.start, branches.start)
         lengths = in_order(none, trunks.length[branches.trunk]), in_order(trunks.length, branches.length)
         rows = spans(np.stack(starts, 1).ravel(), np.stack(lengths, 1).ravel())
-        keys = sum(lengths)
+        keys: Ints = lengths[0] + lengths[1]
         attended = Sequences(
             self.own.queries, _ends(keys, device), self.own.longest_query, int(keys.max()), causal=True
         )
-        found = (to_device(torch.from_numpy(x), device) for x in (rows, rows.argsort(kind="stable")))
-        return Copies(attended, *found, _ends(np.bincount(rows), device))
+        places = to_device(torch.from_numpy(rows.argsort(kind="stable")), device)
+        return Copies(attended, to_device(torch.from_numpy(rows), device), places, _ends(np.bincount(rows), device))
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
