@@ -70,6 +70,7 @@ class Worker:
 
     def turn(self) -> dict[str, Any]:
         """Let it do one turn; its report."""
+        _ = self.hello  # the first report, which is not a turn's
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # reading its answer then tells that it has ended
             self.process.stdin.write("go\n")

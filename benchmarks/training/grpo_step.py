@@ -104,6 +104,8 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
         --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
         --use-dynamic-batch-size --max-tokens-per-gpu {given.micro_batch} --seed 0
         --log-level warning"""
+    if given.gpu:
+        flags += f" --rollout-max-context-len {longest_sample(given)}"
     train_in_turns([*flags.split(), *given.worker_flags.split()], wait, report, lambda: wait_for_device(given))
 
 
@@ -157,10 +159,15 @@ def commands_of(given: argparse.Namespace, checkpoint: Path, prompts: Path) -> d
     return commands
 
 
+def longest_sample(given: argparse.Namespace) -> int:
+    """Return the most tokens of a prompt and its response on a GPU, and some space."""
+    return 64 + int(given.tokens) + 8
+
+
 def sglang_flags(given: argparse.Namespace) -> str:
     """Return the flags of miles with SGLang."""
-    rows, longest = given.prompts_a_step * SAMPLES, 64 + given.tokens + 8
-    flags = f"--engine sglang --rollout-max-context-len {longest} --sglang-sleep-on-idle --sglang-max-total-tokens {rows * longest}"
+    rows = given.prompts_a_step * SAMPLES
+    flags = f"--engine sglang --sglang-sleep-on-idle --sglang-max-total-tokens {rows * longest_sample(given)}"
     if device_of(given) == "cuda":
         flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
             --sglang-mem-fraction-static 0.3 --sglang-cuda-graph-bs-decode {rows // 4},{rows}"""

@@ -48,7 +48,9 @@ def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any
         "disable_tqdm": True,
         "seed": 0,
         "model_init_kwargs": {"dtype": "float32"}
-        | ({} if given.model or given.gpu == "dense" else {"experts_implementation": given.trl_experts}),
+        | (
+            {} if given.model or given.gpu not in ("", "moe", "tiny") else {"experts_implementation": given.trl_experts}
+        ),
     }
     return GRPOConfig(**settings | changes)
 
