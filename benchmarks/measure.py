@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -101,11 +101,12 @@ class Reporter:
     """
 
     def __init__(self, pipes: tuple[str, str] | None = None) -> None:
+        self._requests: TextIO = sys.stdin
         if pipes is not None:
             self._requests = os.fdopen(os.open(pipes[0], os.O_RDONLY))
             self._out = os.fdopen(os.open(pipes[1], os.O_WRONLY), "w")
             return
-        self._requests, self._out = sys.stdin, os.fdopen(os.dup(1), "w")
+        self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     @property

@@ -214,7 +214,7 @@ def is_ready(worker: Worker, result: dict[str, Any]) -> bool:
 
 def summarize(reports: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return medians of each side, and how they compare."""
-    sides = {name: medians(r) | {"range": spread(r)} for name, r in reports.items() if r}
+    sides: dict[str, dict[str, Any]] = {n: medians(r) | {"range": spread(r)} for n, r in reports.items() if r}
     found: dict[str, Any] = {"sides": sides}
     if "miles" in sides:
         bare = reports["miles"]

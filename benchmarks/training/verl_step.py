@@ -5,7 +5,8 @@ what is fast on one GPU that holds both: no sleeping engine, no activation check
 samples, no KL term and no reference model; SGLang's attention and sampling kernels are those of the other sides. Where flash-attn is not
 installed, ``verl_kernels.py`` provides the two kernels that verl takes from it. verl computes old log-probabilities in a phase of its own
 (``old_log_prob``), which a run with ``algorithm.rollout_correction.bypass_mode`` leaves out; ``seconds_without_old_log_prob`` is the step
-without it. verl 0.9.1 needs SGLang, Ray, hydra-core, tensordict, torchdata, TransferQueue, datasets and codetiming.
+without it. verl 0.9.1 needs SGLang, Ray, hydra-core, tensordict, torchdata, TransferQueue, datasets and codetiming, and
+that TRL cannot be imported: it asks new releases of TRL for a class that they no longer have.
 """
 
 from __future__ import annotations
