@@ -139,6 +139,11 @@ class Steps:
         self.reporter, self.count, self.uncounted = reporter, count, uncounted
         self._done: list[dict[str, float]] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step is that of another turn."""
+        return self._done is None
+
     def wait(self) -> None:
         """Before each step: until it may start."""
         if self._done is None:

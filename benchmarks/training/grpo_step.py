@@ -11,9 +11,9 @@ load-balancing loss (miles has none on either), the grouped expert kernel, no lo
 template, ``--prompts-a-step 16`` of them on a small machine.
 
 ``--gpu dense`` (or ``moe``, ``qwen3-4b``) is the same comparison on a GPU in BF16: a random model of ``checkpoints.py``, 32 prompts of 64 tokens x 8
-samples of 256 tokens. All sides stay on the GPU while one of them works, and TRL generates with Transformers. ``--verl`` adds verl with SGLang
-(``verl_step.py``), ``--sglang`` miles with SGLang. Where they do not fit together, with ``--apart`` each side makes its turns alone, and every step
-counts. A side that does not start is named in ``failed``, and the others go on; the script's exit status is then 1.
+samples of 256 tokens. While one side works, the others stay on the GPU, without memory that they only cache. TRL generates with Transformers.
+``--verl`` adds verl with SGLang (``verl_step.py``), ``--sglang`` miles with SGLang. Where they do not fit together, with ``--apart`` each side makes
+its turns alone, and every step counts. A side that does not start is named in ``failed``, and the others go on; the exit status is then 1.
 
     python benchmarks/training/grpo_step.py --gpu dense --trl-batch 64 --plugins --flags "--plugins tis" --sglang SGLANG --verl \
         --verl-path VERL:SGLANG:RAY --trl-path TRL --turns 5 --warm-up 1 --steps-a-turn 1 --threads 4 --out turns.json --logs logs --save
@@ -70,6 +70,7 @@ from benchmarks.training.workload import (
     make_workload,
     questions_for,
     random_words,
+    release_memory,
     train_in_turns,
     wait_for_device,
 )
@@ -89,6 +90,7 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
         if not started:
             reporter.send(versions=installed("miles-core", "torch", "transformers"))
             started.append(True)
+        release_memory(given, turn)
         turn.wait()
 
     def report(record: dict[str, Any], seconds: float, _: float) -> None:
@@ -229,7 +231,7 @@ def summarize(reports: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def used_memory(given: argparse.Namespace) -> float | None:
-    """Memory in use on the GPU by all sides, which keep what they have once allocated."""
+    """Memory in use on the GPU by all sides between two turns."""
     if device_of(given) == "cpu":
         return None
     import torch

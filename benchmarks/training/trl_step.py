@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Reporter, Steps, installed
-from benchmarks.training.workload import LR, SAMPLES, device_of, letters, odd, wait_for_device
+from benchmarks.training.workload import LR, SAMPLES, device_of, letters, odd, release_memory, wait_for_device
 
 
 def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any:
@@ -98,6 +98,7 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
             rest = {"other": seconds - sum(phases.values())}
             turn.report(seconds=seconds, length=lengths[-1], **phases, **rest)
             phases.clear()
+            release_memory(given, turn)
             turn.wait()
             Held.started = time.perf_counter()
 

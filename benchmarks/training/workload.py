@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import Steps
 from miles_tools.demo.model import BENCHMARK, Size, make_checkpoint
 from miles_tools.demo.task import LABEL_KEY, PROMPT_KEY, write_task
 
@@ -132,3 +133,10 @@ def wait_for_device(given: argparse.Namespace) -> None:
     """Wait until the GPU has computed everything, if there is one."""
     if device_of(given) == "cuda":
         torch.cuda.synchronize()
+
+
+def release_memory(given: argparse.Namespace, turn: Steps) -> None:
+    """Give memory that is cached and not in use back to the GPU before another process takes its turn; the next turn's uncounted step takes
+    it again."""
+    if turn.is_over and given.uncounted and device_of(given) == "cuda":
+        torch.cuda.empty_cache()
