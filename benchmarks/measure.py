@@ -11,11 +11,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,32 +26,62 @@ class Worker:
     """A process that runs one turn per request and reports one JSON object per turn.
 
     Two libraries measured in turns, each in a process of its own, see the same machine: a slow minute slows both.
+
+    Args:
+        wait: return when the process is ready. Otherwise it starts in the background until its ``hello`` is read.
+        path: import path of the process, after the checkout (default: this process's PYTHONPATH).
+        log: file for what the process prints (default: this process's standard error).
     """
 
-    def __init__(self, name: str, command: Sequence[str], threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        threads: int,
+        wait: bool = True,
+        path: str | None = None,
+        log: Path | None = None,
+    ) -> None:
         self.name = name
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "") if path is None else path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        )
-        self.hello = self._read()
+        with log.open("wb") if log else nullcontext() as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+                cwd=ROOT,
+            )
+        if wait:
+            _ = self.hello
+
+    @cached_property
+    def hello(self) -> dict[str, Any]:
+        """Wait until the process is ready; its first report."""
+        return self._read()
 
     def turn(self) -> dict[str, Any]:
         """Let it do one turn; its report."""
+        _ = self.hello  # the first report, which is not a turn's
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # reading its answer then tells that it has ended
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
         return self._read()
 
-    def close(self) -> None:
-        """End it."""
+    def close(self, patience: float = 0.0) -> None:
+        """End it. patience: seconds in which it may end its own processes when its standard input is closed."""
+        if patience:
+            with suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                self.process.communicate(timeout=patience)  # closes its standard input
         self.process.kill()
         self.process.wait()
 
@@ -63,11 +94,25 @@ class Worker:
 
 
 class Reporter:
-    """The worker's end: stdout carries reports only, whatever else prints goes to stderr."""
+    """The worker's end: stdout carries reports only, whatever else prints goes to stderr.
 
-    def __init__(self) -> None:
+    Args:
+        pipes: of a worker's Reporter, for a process that the worker started and that takes its turns instead (Linux).
+    """
+
+    def __init__(self, pipes: tuple[str, str] | None = None) -> None:
+        self._requests: TextIO = sys.stdin
+        if pipes is not None:
+            self._requests = os.fdopen(os.open(pipes[0], os.O_RDONLY))
+            self._out = os.fdopen(os.open(pipes[1], os.O_WRONLY), "w")
+            return
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
+
+    @property
+    def pipes(self) -> tuple[str, str]:
+        """Where another process of this machine finds the requests and writes the reports."""
+        return f"/proc/{os.getpid()}/fd/0", f"/proc/{os.getpid()}/fd/{self._out.fileno()}"
 
     def send(self, **report: Any) -> None:
         """Answer a turn (or say hello)."""
@@ -76,7 +121,7 @@ class Reporter:
 
     def wait(self) -> None:
         """Wait for the next request; the process ends when standard input is closed."""
-        if not sys.stdin.readline():
+        if not self._requests.readline():
             os._exit(0)
 
 
@@ -87,11 +132,17 @@ class Steps:
     Args:
         reporter: where the turn's means go.
         count: counted steps a turn.
+        uncounted: steps a turn before those; 0 where no other process takes turns.
     """
 
-    def __init__(self, reporter: Reporter, count: int) -> None:
-        self.reporter, self.count = reporter, count
+    def __init__(self, reporter: Reporter, count: int, uncounted: int = 1) -> None:
+        self.reporter, self.count, self.uncounted = reporter, count, uncounted
         self._done: list[dict[str, float]] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step is that of another turn."""
+        return self._done is None
 
     def wait(self) -> None:
         """Before each step: until it may start."""
@@ -103,8 +154,8 @@ class Steps:
         """After each step."""
         assert self._done is not None
         self._done.append(numbers)
-        if len(self._done) > self.count:
-            counted = self._done[1:]
+        if len(self._done) == self.uncounted + self.count:
+            counted = self._done[self.uncounted :]
             self._done = None
             self.reporter.send(**{name: statistics.fmean(step[name] for step in counted) for name in counted[0]})
 
@@ -117,8 +168,13 @@ class Side(Protocol):
     def turn(self) -> dict[str, Any]: ...
 
 
-def alternate(workers: Sequence[Side], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
-    """``turns`` measured turns of each, A B B A ..., after ``warm_up`` unmeasured ones."""
+def alternate(
+    workers: Sequence[Side],
+    turns: int,
+    warm_up: int,
+    note: Callable[[dict[str, list[dict[str, Any]]]], None] = lambda _: None,
+) -> dict[str, list[dict[str, Any]]]:
+    """``turns`` measured turns of each, A B B A ..., after ``warm_up`` unmeasured ones; ``note`` receives the reports after each turn."""
     reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
     for number in range(warm_up + turns):
         for worker in workers[::-1] if number % 2 else workers:
@@ -127,6 +183,8 @@ def alternate(workers: Sequence[Side], turns: int, warm_up: int) -> dict[str, li
                 reports[worker.name].append(report)
         shown = "  ".join(f"{w.name} {reports[w.name][-1]['seconds']:.3f} s" for w in workers if reports[w.name])
         print(f"turn {number + 1}/{warm_up + turns}  {shown or 'warm-up'}", file=sys.stderr, flush=True)
+        if number >= warm_up:
+            note(reports)
     return reports
 
 

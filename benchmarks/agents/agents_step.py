@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
-from benchmarks.training.grpo_step import SAMPLES, time_method, trl_config
+from benchmarks.training.trl_step import time_method, trl_config
+from benchmarks.training.workload import RESPONSE_TOKENS, SAMPLES
 
 #: Tokens of one answer, and of all answers and results of a sample together (TRL's limit).
 ANSWER, COMPLETION = 32, 96
@@ -289,7 +290,7 @@ def main() -> None:
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.trl_batch = given.prompts_a_step * SAMPLES
+    given.trl_batch, given.tokens = given.prompts_a_step * SAMPLES, RESPONSE_TOKENS
     given.gpu, given.model, given.trl_experts = "", "tool caller", ""
     if given.worker == "miles":
         work_with_miles(given, Reporter())

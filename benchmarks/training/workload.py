@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -12,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.measure import Steps
 from miles_tools.demo.model import BENCHMARK, Size, make_checkpoint
 from miles_tools.demo.task import LABEL_KEY, PROMPT_KEY, write_task
 
-RESPONSE_TOKENS = 16
+#: Samples of a prompt, most tokens of a response on a CPU and on a GPU, and the learning rate of whole steps that are compared.
+SAMPLES, RESPONSE_TOKENS, GPU_TOKENS, LR = 8, 16, 256, 1e-6
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,21 @@ def train_in_turns(
     loop.step = timed_step  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as directory:
         train.run([*flags, "--save", f"{directory}/run"])
+
+
+def device_of(given: argparse.Namespace) -> str:
+    """Return where both sides compute."""
+    return "cuda" if given.gpu and torch.cuda.is_available() else "cpu"
+
+
+def wait_for_device(given: argparse.Namespace) -> None:
+    """Wait until the GPU has computed everything, if there is one."""
+    if device_of(given) == "cuda":
+        torch.cuda.synchronize()
+
+
+def release_memory(given: argparse.Namespace, turn: Steps) -> None:
+    """Give memory that is cached and not in use back to the GPU before another process takes its turn; the next turn's uncounted step takes
+    it again."""
+    if turn.is_over and given.uncounted and device_of(given) == "cuda":
+        torch.cuda.empty_cache()
