@@ -91,10 +91,13 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     ending = json.loads((first.directory / "ending.json").read_text())
     assert (ending["why"], ending["step"], ending["of"]) == ("finished", 2, 2)
     assert same(tensors(first.directory, 2), saved) and len(read(first.directory / "metrics.jsonl")) == 2
+    assert (first.directory / "run.log").read_text().count(" begins ") == 1
     evaluated = {"eval_prompt_data": first.run.config.data.prompt_data, "eval_interval": 5}
     assert toy_run(**again, **evaluated).parts and not toy_run(**again, **evaluated).parts
     assert toy_run(directory=tmp_path / "other", load=first.directory, steps=2).parts
     assert toy_run(**again, export_hf=tmp_path / "hf").parts and (tmp_path / "hf" / "config.json").exists()
+    log = (first.directory / "run.log").read_text()
+    assert log.count(" begins ") == 1 and log.count("no step follows step 2; ready ") == 2  # an evaluation, an export
 
 
 def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):
