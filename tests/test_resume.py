@@ -97,6 +97,7 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     assert toy_run(directory=tmp_path / "other", load=first.directory, steps=2).parts
     assert toy_run(**again, export_hf=tmp_path / "hf").parts and (tmp_path / "hf" / "config.json").exists()
     log = (first.directory / "run.log").read_text()
+    assert "continuing with a change: export_hf" not in log
     assert log.count(" begins ") == 1 and log.count("no step follows step 2; ready ") == 2  # an evaluation, an export
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from miles_core.checkpoint.directory import STORAGE_OPTIONS
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe import environment, metrics
 from miles_core.observe.hints import Hints, hints_of
@@ -30,21 +31,7 @@ MOST = 8
 #: Files and folders whose changes are noticed.
 _FOLLOWED = (METRICS, PLAN, CONFIG, environment.FILE, ENDING, BUDGET_FILE, *(f"{DIRECTORY}/{kind}" for kind in KINDS))
 #: Options of where a run is stored and how it is shown, which change no step.
-_PLACES = (
-    *(
-        "save",
-        "load",
-        "log_level",
-        "keep",
-        "save_interval",
-        "async_save",
-        "save_rollouts",
-        "save_rollouts_size",
-        "export_hf",
-    ),
-    *("profile", "profile_dir", "stop_within"),
-)
-PLACES = frozenset({*(f"run.{name}" for name in _PLACES), "replay.record_steps"})
+PLACES = frozenset({*(f"run.{name}" for name in STORAGE_OPTIONS), "replay.record_steps"})
 #: Bytes before the position in ``metrics.jsonl`` that must still be the same to continue there.
 _KNOWN = 64
 
