@@ -101,6 +101,14 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     assert log.count(" begins ") == 1 and log.count("no step follows step 2; ready ") == 2  # an evaluation, an export
 
 
+def test_the_command_that_a_run_with_a_decay_ends_with_continues_it(toy_run, tmp_path):
+    options = {"num_steps_per_rollout": 2, "lr_decay_style": "cosine"}
+    first = toy_run(directory=tmp_path / "run", steps=1, **options)
+    line = f"to continue: miles train --load {first.directory} --num-rollout N --lr-decay-iters 2\n"
+    assert line in (first.directory / "run.log").read_text()
+    assert toy_run(directory=None, save=None, load=first.directory, steps=2, lr_decay_iters=2).run.step == 2
+
+
 def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):
     first = toy_run(directory=tmp_path / "run", steps=1, plugins=["tis"])
     toy_run(directory=None, save=None, load=first.directory, steps=2, lr=2e-3, plugins=["r3"])
