@@ -1,4 +1,4 @@
-"""Environment variables that a plugin sets."""
+"""What a run prepares: environment variables that a plugin sets, and notes of the plan about policies."""
 
 import os
 
