@@ -48,14 +48,18 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: memoryview, buffers: list[np.ndarray], descriptors: list[int]) -> None:
+    """Puts object references back. descriptors: of their memory; a reference takes over its own, which is removed from ``opened``."""
+
+    def __init__(self, data: memoryview, buffers: list[np.ndarray], descriptors: list[int], opened: set[int]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._refs: dict[int, ObjectRef] = {}
-        self._descriptors = descriptors
+        self._descriptors, self._opened = descriptors, opened
 
     def persistent_load(self, number: Any) -> ObjectRef:
         if number not in self._refs:
-            self._refs[number] = ObjectRef([], self._descriptors[number])
+            descriptor = self._descriptors[number]
+            self._opened.remove(descriptor)
+            self._refs[number] = ObjectRef([], descriptor)
         return self._refs[number]
 
 
@@ -107,26 +111,37 @@ def receive(connection: socket.socket) -> Any:
         OSError: the connection or the shared memory failed.
         MilesError: this process may open no more files.
     """
+    opened: set[int] = set()
+    try:
+        return _receive(connection, opened)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _receive(connection: socket.socket, opened: set[int]) -> Any:
+    """Implement ``receive``. opened: collects the descriptors that the caller must close."""
     head, memory, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
+    opened.update(memory)
     head += _read(connection, _HEAD.size - len(head))
     size, count, refs = _HEAD.unpack(head)
     if count and not memory:
         raise _missing()
     descriptors: list[int] = []
     while len(descriptors) < refs:
-        _, more, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS)
+        mark, more, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS)
+        opened.update(more)
+        if not mark:
+            raise EOFError
         if len(more) < min(refs - len(descriptors), _DESCRIPTORS):
             raise _missing()
         descriptors += more
     rest = memoryview(_read(connection, count * _SIZE.size + size))
     buffers: list[np.ndarray] = []
     if count:
-        try:
-            buffers = split_buffers(memory[0], [each for (each,) in _SIZE.iter_unpack(rest[: count * _SIZE.size])])
-        finally:
-            os.close(memory[0])
+        buffers = split_buffers(memory[0], [each for (each,) in _SIZE.iter_unpack(rest[: count * _SIZE.size])])
     data = rest[count * _SIZE.size :] if size else buffers.pop().data
-    return _Unpickler(data, buffers, descriptors).load()
+    return _Unpickler(data, buffers, descriptors, opened).load()
 
 
 def _missing() -> MilesError:

@@ -114,7 +114,7 @@ TOOLS: list[dict[str, str]] = [
         "engine_server": "http_client core: redact rollout workers: workers",
         "command_line": "foreign core: config",
         "rewards": "http_client core: chat contracts data errors redact reward",
-        "report": "output_file samples core: errors observe plugin redact version",
+        "report": "output_file samples core: checkpoint errors observe plugin redact version",
         "authoring": "core: config errors nearest plugin version",
         "demo": "core: data errors observe plugin",
     },

@@ -91,10 +91,22 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     ending = json.loads((first.directory / "ending.json").read_text())
     assert (ending["why"], ending["step"], ending["of"]) == ("finished", 2, 2)
     assert same(tensors(first.directory, 2), saved) and len(read(first.directory / "metrics.jsonl")) == 2
+    assert (first.directory / "run.log").read_text().count(" begins ") == 1
     evaluated = {"eval_prompt_data": first.run.config.data.prompt_data, "eval_interval": 5}
     assert toy_run(**again, **evaluated).parts and not toy_run(**again, **evaluated).parts
     assert toy_run(directory=tmp_path / "other", load=first.directory, steps=2).parts
     assert toy_run(**again, export_hf=tmp_path / "hf").parts and (tmp_path / "hf" / "config.json").exists()
+    log = (first.directory / "run.log").read_text()
+    assert "continuing with a change: export_hf" not in log
+    assert log.count(" begins ") == 1 and log.count("no step follows step 2; ready ") == 2  # an evaluation, an export
+
+
+def test_the_command_that_a_run_with_a_decay_ends_with_continues_it(toy_run, tmp_path):
+    options = {"num_steps_per_rollout": 2, "lr_decay_style": "cosine"}
+    first = toy_run(directory=tmp_path / "run", steps=1, **options)
+    line = f"to continue: miles train --load {first.directory} --num-rollout N --lr-decay-iters 2\n"
+    assert line in (first.directory / "run.log").read_text()
+    assert toy_run(directory=None, save=None, load=first.directory, steps=2, lr_decay_iters=2).run.step == 2
 
 
 def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles_core.data import Batch
+    from miles_embedded.trainer.trainer import EmbeddedTrainer
 
 #: Mode -> (offload, recompute activations).
 MODES = {
@@ -63,19 +64,15 @@ def digest_of(model: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str, Any]:
-    """Train some steps in this process."""
-    import torch
-
+def build_trainer(given: argparse.Namespace, mode: str, checkpoint: Path, clock: Clock) -> EmbeddedTrainer:
+    """Load the model and create its trainer as ``mode`` says; ``clock`` notes the phases."""
     from miles_core.trainer import Callbacks, Context, Loss, OptimizerConfig, Output
     from miles_embedded import load_model
     from miles_embedded.trainer.deterministic import DeterministicTrainer
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
     from miles_experts.offload import offload_experts
 
-    torch.set_num_threads(given.threads)
     offload, recompute = (MODES | REPEATED)[mode]
-    cuda, clock = given.device == "cuda", Clock()
     model = load_model(checkpoint, given.dtype, given.device)
     for parameter in model.parameters():  # products on a CPU round by the alignment of their operands
         parameter.data = parameter.data.clone()
@@ -92,6 +89,16 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
 
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     clock.note("trainer")
+    return trainer
+
+
+def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str, Any]:
+    """Train some steps in this process."""
+    import torch
+
+    torch.set_num_threads(given.threads)
+    cuda, clock = given.device == "cuda", Clock()
+    trainer = build_trainer(given, mode, checkpoint, clock)
     batch = make_batch(given)
     seconds, norms = [], []
     if cuda:
@@ -105,7 +112,7 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     clock.note("steps")
-    digest = digest_of(model)
+    digest = digest_of(trainer.model)
     clock.note("digest")
     found = {
         "seconds": float(f"{statistics.median(seconds[1:]):.4g}"),

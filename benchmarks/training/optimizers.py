@@ -23,11 +23,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import finish, installed, options
 from benchmarks.training.forked import Clock, in_fork
 from benchmarks.training.random_model import import_family
+
+if TYPE_CHECKING:
+    from miles_embedded.trainer.trainer import EmbeddedTrainer
 
 NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
 #: Sides of the part ``step``.
@@ -111,21 +114,18 @@ def bytes_of(optimizer: Any) -> dict[str, float]:
     }
 
 
-def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str, Any]:
-    """Whole steps of one optimizer in this process."""
+def build_trainer(given: argparse.Namespace, side: str, checkpoint: Path, seconds: list[float]) -> EmbeddedTrainer:
+    """Load the model and create its trainer as ``side`` says; ``seconds`` receives the time of each optimizer step."""
     import torch
 
-    from benchmarks.training.embedded_training import make_batch
     from miles_core.trainer import Callbacks, OptimizerConfig
     from miles_embedded import load_model
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
-    from miles_testing.yardstick import make_batch as small_batch
     from miles_testing.yardstick import weighted
 
-    torch.set_num_threads(given.threads)
-    on_gpu = torch.cuda.is_available()
     name, _, more = side.partition(" ")
-    model = load_model(checkpoint, "float16" if more == "fp16" else "bfloat16", "cuda" if on_gpu else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(checkpoint, "float16" if more == "fp16" else "bfloat16", device)
     config = OptimizerConfig(lr=1e-6)
     settings = TrainerConfig(
         config,
@@ -135,13 +135,26 @@ def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str,
         recompute=more == "recomputed",
     )
     trainer = EmbeddedTrainer(model, settings, optimizer=lambda groups: make(name, model, groups, config))
-    seconds: list[float] = []
 
     def optimizer_step() -> dict[str, float]:
         with timed(seconds):
             return trainer.optimizer_step()
 
     trainer.bind(Callbacks(trainer.forward, weighted, optimizer_step))
+    return trainer
+
+
+def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str, Any]:
+    """Whole steps of one optimizer in this process."""
+    import torch
+
+    from benchmarks.training.embedded_training import make_batch
+    from miles_testing.yardstick import make_batch as small_batch
+
+    torch.set_num_threads(given.threads)
+    on_gpu = torch.cuda.is_available()
+    seconds: list[float] = []
+    trainer = build_trainer(given, side, checkpoint, seconds)
     batch = make_batch(given.groups) if given.groups else small_batch()
     wholes: list[float] = []
     skipped = 0
@@ -161,7 +174,7 @@ def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str,
         "optimizer_seconds": round(statistics.median(seconds[2:]), 4),
         "first_optimizer_seconds": round(seconds[0], 4),
         "step_seconds": round(statistics.median(wholes[2:]), 4),
-        **({"loss_scale": metrics["train/loss_scale"][0], "skipped_steps": skipped} if more == "fp16" else {}),
+        **({"loss_scale": metrics["train/loss_scale"][0], "skipped_steps": skipped} if side.endswith(" fp16") else {}),
         **({} if peak is None else {"peak_gb": round(peak / 1e9, 2), "gpu": torch.cuda.get_device_name()}),
     }
 

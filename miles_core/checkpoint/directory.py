@@ -58,18 +58,13 @@ class Difference:
 #: Facts that must be equal for saved weights and optimiser states to be usable: the model's shape and the training precision.
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
-#: Options that affect only the location, storage and logging of a run. ``compare_plans`` ignores them.
-NOT_COMPARED = {
-    "save",
-    "load",
-    "plugins",
-    "log_level",
-    "keep",
-    "save_interval",
-    "async_save",
-    "save_rollouts",
-    "save_rollouts_size",
-}
+#: Options of the table ``run`` that affect only where a run is stored and how it is shown, and change no step.
+STORAGE_OPTIONS = frozenset(
+    {
+        *("save", "load", "keep", "save_interval", "async_save", "save_rollouts", "save_rollouts_size", "export_hf"),
+        *("log_level", "profile", "profile_dir", "stop_within"),
+    }
+)
 
 
 class Checkpoints:
@@ -262,8 +257,8 @@ def changes(path: Path, plan: Mapping[str, Any]) -> list[Difference]:
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between two plans (as JSON data, see ``Plan.to_json``).
 
-    Compares plugins, the values that plugins set, options, and the facts that the rules of either plan read. A change of a fact in
-    ``FATAL`` or of a ``fixed`` option is fatal. An option whose name changed is recognized by its flag.
+    Compares plugins, the values that plugins set, options except ``STORAGE_OPTIONS``, and the facts that the rules of either plan read.
+    A change of a fact in ``FATAL`` or of a ``fixed`` option is fatal. An option whose name changed is recognized by its flag.
     """
     before = {fact["name"] for fact in saved.get("facts", ())}
     now = {fact["name"] for fact in current.get("facts", ())}
@@ -273,7 +268,7 @@ def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     ]
     saved = {**saved, "facts": facts}
     both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
-    options = {fact["name"] for fact in both if fact.get("flag")} - NOT_COMPARED
+    options = {fact["name"] for fact in both if fact.get("flag")} - STORAGE_OPTIONS - {"plugins"}
     fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
     consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *options, *fixed}
     old, new = _comparable(saved, consulted), _comparable(current, consulted)

@@ -192,6 +192,8 @@ class _Reader:
                 self.read_in_table(name, child, chosen)
         elif not self.read_flag(entry, chosen):
             option = self.schema.find(entry.key)
+            if option is None and entry.value is None and name in self.schema.groups:
+                return  # a table whose entries are all commented out
             if option is None:
                 self.problems.append(self.explain_unknown(entry))
             else:
@@ -250,7 +252,7 @@ class _Reader:
             for option in self.schema.flags[spelling].options:
                 self.add(option.path, entry, chosen)
         elif spelling in self.schema.aliases:
-            if entry.value not in (True, False, None):
+            if entry.value not in (True, False):
                 self.problems.append(f"{self.where(entry)}: {entry.key} sets fixed values; write true")
             elif entry.value:
                 for path, value in self.schema.aliases[spelling].values.items():

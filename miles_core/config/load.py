@@ -29,6 +29,8 @@ from miles_core.plugin.manifest import Plugin
 from miles_core.redact import MARK
 
 PLUGINS = f"{ROOT}.plugins"
+#: Rank of the options that the user set for the run continued by ``--load``: below ``--config`` files and their defaults.
+CONTINUED = -2
 #: Name of a configuration received from another process, in messages.
 SENT = "the configuration that was sent"
 
@@ -107,7 +109,8 @@ def _load(
         assignments, wrong = file.assignments(
             _filter_continued(entries, schema, argv), schema, path, rank=0, saved=True
         )
-        line.assignments += [dataclasses.replace(a, rank=a.rank - 2) for a in assignments]  # weaker than --config files
+        weaker = [dataclasses.replace(a, rank=CONTINUED if a.chosen else CONTINUED - 1) for a in assignments]
+        line.assignments += weaker
         continued |= {a.path: a.raw for a in assignments}
         problems += wrong
     for rank, path in enumerate(line.files):
@@ -189,7 +192,7 @@ def _build_config(
     facts = Facts(config.facts())
     if jump := explain_stretched_decay(config.get, continued or {}):
         problems.append(jump)
-    problems += find_rule_violations(facts)
+    problems += find_rule_violations(facts, builder.inherited_defaults())
     problems += [
         idle.message for idle in find_idle(schema, undecide(facts, schema), config.plugins) if not idle.harmless
     ]
@@ -250,6 +253,11 @@ class _ConfigBuilder:
         return Config(
             self.schema, self.values, self.origins | origins, chosen, requested, self.passthrough, policies=own
         )
+
+    def inherited_defaults(self) -> dict[str, Any]:
+        """Return option path -> default, for options whose value comes from the configuration of the continued run."""
+        last = {a.path: a for a in self.assignments if a.path in self.schema.options}
+        return {path: self.schema.options[path].default for path, a in last.items() if a.rank == CONTINUED}
 
     def _resolve(self, path: str, given: list[Assignment]) -> None:
         """Use the assignment with the highest precedence. Different values of two flags or two lines of one file are a problem."""

@@ -8,6 +8,8 @@ checked when a configuration is loaded. The conditions under which a single opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from miles_core.plugin.facts import Fact, Facts, show
@@ -134,14 +136,18 @@ REMARKS = {
 }
 
 
-def find_rule_violations(known: Facts) -> Iterator[str]:
-    """Yield an error message for every rule and relation that the options among these facts violate."""
+def find_rule_violations(known: Facts, inherited: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
+    """Yield an error message for every rule and relation that the options among these facts violate.
+
+    Args:
+        inherited: option path -> default, for options whose value comes from the run that ``--load`` continues.
+    """
     for rule in RULES:
         if evaluate(rule.when, known.lookup) is Truth.TRUE and evaluate(rule.needs, known.lookup) is Truth.FALSE:
             causes = [known[name] for name in names(parse(rule.when))]
             where = " and ".join(fact.origin for fact in causes if fact.chosen) or _format_values(causes)
             actual = _format_values([known[name] for name in names(parse(rule.needs))])
-            yield f"{where}: it needs {rule.needs}, and {actual}: {rule.because}"
+            yield f"{where}: it needs {rule.needs}, and {actual}: {rule.because}{_suggest_default(rule, known, inherited)}"
     if uneven := _explain_uneven_steps(known):
         yield uneven
     for left, sign, right, because in RELATIONS:
@@ -150,6 +156,22 @@ def find_rule_violations(known: Facts) -> Iterator[str]:
             continue
         if not {"<": one.value < two.value, "<=": one.value <= two.value, ">=": one.value >= two.value}[sign]:
             yield f"{left} must be {sign} {right}, and {_format_values([one, two])}: {because}"
+
+
+def _suggest_default(rule: Rule, known: Facts, inherited: Mapping[str, Any]) -> str:
+    """Return advice to reset an option of the continued run with which the violated ``rule`` would hold; empty if there is none."""
+    for name in dict.fromkeys([*names(parse(rule.when)), *names(parse(rule.needs))]):
+        if name not in inherited or isinstance(inherited[name], bool):
+            continue
+        changed = {name: replace(known[name], value=inherited[name])}
+
+        def lookup(each: str, changed: Mapping[str, Fact] = changed) -> Fact:
+            return changed.get(each) or known.lookup(each)
+
+        if evaluate(rule.when, lookup) is Truth.FALSE or evaluate(rule.needs, lookup) is Truth.TRUE:
+            flag = known[name].flag
+            return f"; --load continues a run with {flag} {show(known[name].value)}: {flag} {show(inherited[name]) or 'none'} resets it"
+    return ""
 
 
 def find_remarks(facts: Facts) -> Iterator[str]:

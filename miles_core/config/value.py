@@ -36,6 +36,10 @@ def check(option: Option, raw: Any, origin: str) -> Any:
     """
     if option.optional and (raw is None or (isinstance(raw, str) and raw.lower() == NONE)):
         return None
+    if raw is None:
+        raise ConfigError(
+            f"{origin}: {option.fact} has no value; write {_describe_allowed(option)}, or leave it out for its default"
+        )
     if option.is_list and isinstance(raw, (str, list, tuple)) and [*([raw] if isinstance(raw, str) else raw)] == [NONE]:
         return ()
     if isinstance(raw, Mapping):
@@ -107,6 +111,13 @@ def describe_type(option: Option) -> str:
     return "a text"
 
 
+def _describe_allowed(option: Option) -> str:
+    """Describe the values that the option accepts: ``"a number >= 0"``."""
+    if option.choices:
+        return f"one of {format_choices(option.choices)}"
+    return f"{describe_type(option)} {option.info.bounds()}".strip(" ,")
+
+
 def as_list(raw: Any) -> list[Any]:
     """Convert a raw value to a list. Text is split at commas or, if it is a JSON list, parsed; lists of files are unchanged."""
     if not isinstance(raw, str):
@@ -139,8 +150,7 @@ def _convert(option: Option, raw: Any, origin: str) -> Any:
             f"{origin}: {option.fact} cannot be {raw!r}; it is one of {format_choices(option.choices)}{hint}"
         )
     shown = ",".join(map(str, raw)) if option.is_list else raw
-    must = f"{describe_type(option)} {option.info.bounds()}".strip(" ,")
-    raise ConfigError(f"{origin}: {option.fact} cannot be {shown!r}; it must be {must}")
+    raise ConfigError(f"{origin}: {option.fact} cannot be {shown!r}; it must be {_describe_allowed(option)}")
 
 
 def _convert_plain(kind: Any, raw: Any) -> Any:

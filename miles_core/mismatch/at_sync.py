@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class VerifySync:
     def __init__(self, run: Run) -> None:
         self._run, self._prompts = run, probe_prompts(run)
         self._earlier: dict[str, _Earlier] = {}
+        self._budgets: dict[str, dict[str, Any]] = {}
 
     async def __call__(self, parts: PolicyParts) -> dict[str, float]:
         """Check the last sync of a policy and return metrics.
@@ -86,8 +87,8 @@ class VerifySync:
     async def _write_budget(self, parts: PolicyParts, samples: Sequence[Sample]) -> None:
         """Measure the budget of ``samples`` and save it in the run directory for the report."""
         found = await budget(self._run, parts, samples)
-        content = {"policy": parts.policy.name, "version": parts.policy.version, **found.to_dict()}
-        (self._run.directory / BUDGET_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        self._budgets[parts.policy.name] = {"version": parts.policy.version, **found.to_dict()}
+        (self._run.directory / BUDGET_FILE).write_text(json.dumps(self._budgets, indent=1) + "\n", encoding="utf-8")
 
     async def _describe(self, parts: PolicyParts, gap: Gap) -> str:
         """Describe a gap beyond the tolerance, with its largest causes and the worst tokens."""

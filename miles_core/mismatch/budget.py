@@ -42,7 +42,7 @@ KERNELS = "kernels and batching"
 UNEXPLAINED = "kernels and unexplained"
 
 
-#: File in the run directory with the budget of the first measured sync.
+#: File in the run directory: policy -> the budget of its first measured sync.
 BUDGET_FILE = "budget.json"
 
 

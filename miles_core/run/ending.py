@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step
+from miles_core.config.rules import count_steps
 from miles_core.contracts.run import Run
 from miles_core.redact import redact
 from miles_core.run.evaluation import has_evaluation
@@ -33,6 +34,7 @@ class Ending:
         directory: the run directory.
         checkpoint: path of the last checkpoint; "" if there is none.
         export: path of the exported model; "" if there is none.
+        decay: optimiser steps over which the learning rate decays, if it decays until the end of the run; else 0.
     """
 
     why: str
@@ -41,6 +43,7 @@ class Ending:
     directory: str
     checkpoint: str = ""
     export: str = ""
+    decay: int = 0
 
     def lines(self) -> list[str]:
         """Return the final lines of a run: locations of its results, and the command that continues it."""
@@ -57,6 +60,7 @@ class Ending:
         lines.append(f"report: miles report {directory}")
         if self.checkpoint:
             more = "" if self.step < self.of else " --num-rollout N"
+            more += f" --lr-decay-iters {self.decay}" if more and self.decay else ""
             lines.append(f"to continue: miles train --load {directory}{more}")
         return lines
 
@@ -87,7 +91,7 @@ def find_untrained(run: Run) -> str:
 def record_ending(run: Run, why: str) -> Ending:
     """Describe the end of ``run`` and write it to ``ending.json``. why: see ``Ending``."""
     checkpoints = Checkpoints(run.directory / "checkpoints")
-    last, target = checkpoints.find_latest(), run.config.run.export_hf
+    last, target, train = checkpoints.find_latest(), run.config.run.export_hf, run.config.train
     exported = target is not None and any(Path(target).glob("**/config.json"))
     found = Ending(
         why=redact(" ".join(why.split())),
@@ -96,6 +100,7 @@ def record_ending(run: Run, why: str) -> Ending:
         directory=str(run.directory),
         checkpoint="" if last is None else str(checkpoints.path(last)),
         export=str(target) if exported else "",
+        decay=0 if train.lr_schedule == "constant" or train.lr_decay_iters else count_steps(run.config.get),
     )
     with suppress(OSError):  # a full disk may be the reason for the end
         (run.directory / ENDING).write_text(json.dumps({**asdict(found), "time": time.time()}), encoding="utf-8")

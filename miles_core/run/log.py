@@ -78,12 +78,14 @@ class RunLog:
             sink.roll_back(step)
 
     def begin(self, run: Run) -> None:
-        """Start timing the first step, and log how long the start of the run took, with the latest phases."""
+        """Start timing the first step, if any remains, and log how long the start of the run took, with the latest phases."""
         self.workers()
         phases = run.clock.metrics()
         del phases["time/step"]
         parts = ", ".join(f"{name.removeprefix('time/')} {seconds:.1f} s" for name, seconds in phases.items())
-        log.info("step %d begins %.1f s after the start: %s", run.step + 1, perf_counter() - run.clock.created, parts)
+        more = run.step < run.config.rollout.num_rollout
+        what = f"step {run.step + 1} begins" if more else f"no step follows step {run.step}; ready"
+        log.info("%s %.1f s after the start: %s", what, perf_counter() - run.clock.created, parts)
         self.progress.begin()
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
@@ -130,7 +130,7 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     known = Facts(plan.facts)
     if violations := find_violations(config, known):
         raise ConfigError("; ".join(violations))
-    remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
+    remarks = _collect_remarks({policy: list(find_remarks(known.scope(policy))) for policy in known.policies})
     idle_lines = [*(each.message for each in find_idle(config.schema, known)), *_find_unused_variables(plan)]
     notes = dict.fromkeys([*(f"no effect: {message}" for message in idle_lines), *remarks])
     bounds = dict.fromkeys(
@@ -138,6 +138,13 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     )
     reviews = (*plan.reviews, "\n".join(bounds)) if bounds else plan.reviews
     return dataclasses.replace(plan, advice=(*plan.advice, *notes), reviews=reviews), catalogue
+
+
+def _collect_remarks(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the notes of all policies (name -> notes) once; those that do not apply to every policy name their policies."""
+    for line in dict.fromkeys(line for lines in found.values() for line in lines):
+        having = [policy for policy, lines in found.items() if line in lines]
+        yield line if len(having) == len(found) else f"{line} (of {', '.join(having)})"
 
 
 def _find_unused_variables(plan: Plan) -> Iterator[str]:

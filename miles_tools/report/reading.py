@@ -14,6 +14,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from miles_core.checkpoint.directory import STORAGE_OPTIONS
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe import environment, metrics
 from miles_core.observe.hints import Hints, hints_of
@@ -30,21 +31,7 @@ MOST = 8
 #: Files and folders whose changes are noticed.
 _FOLLOWED = (METRICS, PLAN, CONFIG, environment.FILE, ENDING, BUDGET_FILE, *(f"{DIRECTORY}/{kind}" for kind in KINDS))
 #: Options of where a run is stored and how it is shown, which change no step.
-_PLACES = (
-    *(
-        "save",
-        "load",
-        "log_level",
-        "keep",
-        "save_interval",
-        "async_save",
-        "save_rollouts",
-        "save_rollouts_size",
-        "export_hf",
-    ),
-    *("profile", "profile_dir", "stop_within"),
-)
-PLACES = frozenset({*(f"run.{name}" for name in _PLACES), "replay.record_steps"})
+PLACES = frozenset({*(f"run.{name}" for name in STORAGE_OPTIONS), "replay.record_steps"})
 #: Bytes before the position in ``metrics.jsonl`` that must still be the same to continue there.
 _KNOWN = 64
 
@@ -118,7 +105,8 @@ class RunReader:
     Attributes:
         version: changes whenever a file of the run does.
         records: the metrics, one mapping per step.
-        plan, config, environment, ending, budget: contents of these files; {} for a file that does not exist.
+        plan, config, environment, ending: contents of these files; {} for a file that does not exist.
+        budgets: policy -> its mismatch budget; {} if none was measured.
         steps: kind of samples -> steps with samples on disk.
         hints: advice of all hints so far, in order of occurrence.
 
@@ -135,7 +123,7 @@ class RunReader:
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.ending: dict[str, Any] = {}
-        self.budget: dict[str, Any] = {}
+        self.budgets: dict[str, Any] = {}
         self.steps: dict[str, list[int]] = {}
         self.hints: list[str] = []
         self._metrics = MetricsReader(directory / METRICS)
@@ -157,7 +145,7 @@ class RunReader:
         self.config = read_yaml(self.directory / CONFIG)
         self.environment = read_json(self.directory / environment.FILE)
         self.ending = read_json(self.directory / ENDING)
-        self.budget = read_json(self.directory / BUDGET_FILE)
+        self.budgets = _read_budgets(self.directory / BUDGET_FILE)
         self.steps = {kind: list(rollout_files(self.directory, kind)) for kind in KINDS}
         self.records = self._metrics.read()
         self._review()
@@ -239,6 +227,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
+
+
+def _read_budgets(path: Path) -> dict[str, Any]:
+    """Read the mismatch budgets of a run: policy -> budget. Earlier versions wrote that of one policy, with its name."""
+    found = read_json(path)
+    return {str(found["policy"]): found} if "causes" in found else found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from miles_tools.report.selection import select_samples
 
 HTML, COMPARISON = "report.html", "compare.html"
 IMAGES = "report"
-#: Image of the mismatch budget.
+#: Image of the mismatch budget; with several policies their names follow.
 BUDGET = "budget"
 
 
@@ -68,7 +68,8 @@ def _draw(run: RunReader) -> dict[str, bytes]:
     declared = [panel for plugin in discover().values() for panel in plugin.panels]
     chosen = panels(run.records, [panel for panel in declared if panel.kind != "grid"])
     images = {panel.name: draw_grid(panel, grid) for panel, grid in find_grids(run.directory, declared)}
-    images |= {BUDGET: draw_budget(run.budget)} if run.budget else {}
+    for policy, budget in run.budgets.items():
+        images[f"{BUDGET}-{policy}" if len(run.budgets) > 1 else BUDGET] = draw_budget(budget)
     return {panel.name: draw(panel, run.records) for panel in chosen} | images
 
 

@@ -41,7 +41,7 @@ def describe_run(run: RunReader) -> dict[str, Any]:
         "changed": list_changed(run.config),
         "rows": [describe_metric(name, run.records) for name in sorted(names(run.records), key=_rank)],
         "workers": list_workers(run.records),
-        "budget": _describe_budget(run.budget),
+        "budgets": _describe_budgets(run.budgets),
         "steps": run.steps,
     }
 
@@ -180,11 +180,17 @@ def _describe_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_budget(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the causes of the mismatch between engine and trainer at the first sync, measured with ``--verify-logprobs``."""
-    if not found:
-        return {}
-    return {"columns": BUDGET_COLUMNS, "rows": budget_rows(found), "version": found.get("version")}
+def _describe_budgets(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each policy, the causes of the mismatch between engine and trainer at its first sync, measured with
+    ``--verify-logprobs``."""
+    return [
+        {
+            "title": f"Mismatch budget at weight version {budget['version']}{f' of {policy}' if len(found) > 1 else ''}",
+            "columns": BUDGET_COLUMNS,
+            "rows": budget_rows(budget),
+        }
+        for policy, budget in found.items()
+    ]
 
 
 def format_number(value: float) -> str:

@@ -49,7 +49,10 @@ class ServerList:
             )
         for line in lines:
             if not is_address(line):
-                raise ConfigError(f"{origin}: {redact(line)!r} is no address; give addresses like http://host:30000")
+                raise ConfigError(
+                    f"{origin}: {redact(line)!r} is not the address of a server; write http:// or https://, the host and the port, such as "
+                    "http://host:30000"
+                )
         urls = [line.rstrip("/") for line in lines]
         for url in urls:
             if urls.count(url) > 1:

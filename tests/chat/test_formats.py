@@ -65,7 +65,8 @@ def test_parallel_calls_and_content(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_calls(name):
-    for text in ("It is 4.", "", '["a", 1]', '{"answer": 4}', "a < b > c"):
+    brackets = ("[Note: no tool helps here.] It is 4.", "[]", "{x | x > 0} is open.")
+    for text in ("It is 4.", "", '["a", 1]', '{"answer": 4}', "a < b > c", *brackets):
         answer = FORMATS[name].parse(text, PARAMETERS)
         assert answer.calls == [] and answer.content == text
 
@@ -112,11 +113,14 @@ def test_variants(name, text, calls):
         ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "no arguments"),
         ("llama", "<|python_tag|>print(1)", "not valid JSON"),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {}', "not valid JSON"),
+        ("llama", '[{"name": "add", "parameters": ', "not valid JSON"),
+        ("llama", "{'name': 'add'}", "not valid JSON"),
         ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>a=1<|call|>", "arguments are not valid JSON"),
         ("pythonic", "[add(1)]", "must be named"),
         ("pythonic", "[add(a=b)]", "not a literal"),
         ("pythonic", "[add(**{})]", "cannot be unpacked"),
         ("pythonic", "[add(a=1)", "not valid Python"),
+        ("pythonic", "<|python_start|>[add", "not valid Python"),
     ],
 )
 def test_malformed_calls(name, text, reason):

@@ -158,10 +158,10 @@ def test_a_condition_about_the_model_is_decided_by_the_plan():
         plan(aux_loss_coef=0.1, facts=["model.moe=false"])
 
 
-def continued(tmp_path, *words):
-    """The message for a run that continues one of 10 steps with a cosine schedule; empty if it may start."""
+def continued(tmp_path, *words, first=("--lr-decay-style", "cosine", "--num-rollout", "10")):
+    """The message for a run that continues one with the options ``first``; empty if it may start."""
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
-    first = load(["--lr-decay-style", "cosine", "--num-rollout", "10"], manifests=[], environment={})
+    first = load(first, manifests=[], environment={})
     (tmp_path / "config.yaml").write_text(first.to_yaml())
     try:
         load(["--load", str(tmp_path), *words], manifests=[], environment={})
@@ -175,3 +175,27 @@ def test_a_longer_run_does_not_silently_raise_a_decayed_learning_rate(tmp_path):
     assert "20 optimiser steps instead of the 10" in message and "--lr-decay-iters 10 keeps the decay" in message
     assert continued(tmp_path) == continued(tmp_path, "--num-rollout", "20", "--lr-decay-iters", "10") == ""
     assert continued(tmp_path, "--num-rollout", "20", "--lr-decay-style", "constant") == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reset"),
+    [
+        (("--rm-type", "f1", "--label-key", "label"), ("--custom-rm-path", "r.py:f"), ("--rm-type", "none")),
+        (("--custom-rm-path", "r.py:f"), ("--rm-type", "f1", "--label-key", "label"), ("--custom-rm-path", "none")),
+        (
+            ("--gamma", "0.9", "--advantage-estimator", "reinforce_plus_plus"),
+            ("--advantage-estimator", "rloo"),
+            ("--gamma", "1.0"),
+        ),
+    ],
+)
+def test_an_option_of_the_continued_run_that_now_violates_a_rule_can_be_reset(tmp_path, before, now, reset):
+    message = continued(tmp_path, *now, first=before)
+    flag, default = reset
+    assert message.endswith(
+        f"; --load continues a run with {flag} {before[before.index(flag) + 1]}: {flag} {default} resets it"
+    )
+    assert continued(tmp_path, *now, *reset, first=before) == ""
+    with pytest.raises(ConfigError) as caught:  # both options are the user's: no run is continued
+        load([*before, *now], manifests=[], environment={})
+    assert "--load" not in str(caught.value)

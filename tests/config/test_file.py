@@ -45,7 +45,8 @@ def test_values_keep_their_yaml_types(loaded, written):
 
 
 def test_an_empty_file_changes_nothing(loaded, written):
-    assert loaded("--config", written("# nothing\n")) == loaded()
+    for text in ("# nothing\n", "train:\n  # lr: 1\n"):
+        assert loaded("--config", written(text)) == loaded()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,8 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("a: b: c", "line 1: malformed YAML"),
         ("- lr", "must be a mapping of keys to values, not a single list"),
         ("rollout_small: fast", "sets fixed values; write true"),
+        ("rollout_small:", "sets fixed values; write true"),
+        ("rollout:\n  batch_size:", "line 2: rollout.batch_size has no value; write a whole number >= 1"),
         ("? [a]\n: 1", "a key must be a name"),
         ("when: 2020-99-99", "unknown key when"),
         ("engine: [a]", "line 1: engine cannot be ['a']; it is one of"),

@@ -27,8 +27,21 @@ def test_lists_from_files_keep_items_that_need_no_splitting(items):
 
 def test_none_only_where_it_is_allowed():
     assert check(SCHEMA.find("data.label_key"), "None", "x") is None
-    with pytest.raises(ConfigError, match="cannot be None"):
-        check(SCHEMA.find("train.lr"), None, "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("train.lr", "a number >= 0"),
+        ("rollout.batch_size", "a whole number >= 1, <= 100000"),
+        ("rollout.stop", "texts, separated by commas"),
+        ("algorithm.advantage_estimator", "one of grpo, dr_grpo, .* or [a-z]+"),
+    ],
+)
+def test_an_entry_without_a_value_says_what_to_write(path, allowed):
+    said = f"^run.yaml line 3: {path} has no value; write {allowed}, or leave it out for its default$"
+    with pytest.raises(ConfigError, match=said):
+        check(SCHEMA.find(path), None, "run.yaml line 3")
 
 
 def test_a_boolean_is_no_number():

@@ -10,6 +10,10 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.model.views import export
 
 
+def read_budget(run, policy="policy"):
+    return json.loads((run.directory / v.BUDGET_FILE).read_text())[policy]
+
+
 def values(run, name):
     return [r[name] for r in run.metrics if name in r]
 
@@ -25,7 +29,7 @@ def test_a_sound_run_agrees_after_every_sync(toy_run):
     assert len(values(run, "verify/abs_log_prob")) == 3
     assert max(values(run, "verify/abs_log_prob_max")) < 1e-5
     assert values(run, "verify/moved") == pytest.approx([1, 1, 1], abs=0.01)
-    budget = json.loads((run.directory / v.BUDGET_FILE).read_text())
+    budget = read_budget(run)
     assert budget["version"] == 0 and budget["total"]["mean_abs"] < 1e-5
 
 
@@ -155,5 +159,5 @@ def test_a_change_of_number_format_is_no_stale_engine(toy_run):
     gaps = values(run, "verify/abs_log_prob")
     assert gaps[0] < 1e-5 < 0.01 < gaps[-1]
     assert len(values(run, "verify/moved")) == 1
-    causes = json.loads((run.directory / v.BUDGET_FILE).read_text())["causes"]
+    causes = read_budget(run)["causes"]
     assert WEIGHTS not in [c["name"] for c in causes]  # at version 0 nothing was quantised

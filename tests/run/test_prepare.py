@@ -1,4 +1,4 @@
-"""Environment variables that a plugin sets."""
+"""What a run prepares: environment variables that a plugin sets, and notes of the plan about policies."""
 
 import os
 
@@ -40,3 +40,12 @@ def test_a_variable_that_changes_nothing_is_a_line_of_the_plan(ordered, monkeypa
         file.write(PLUGIN.replace('"1"}', 'Set("1", when="colocate")}'))
     line = "no effect: environment variable MILES_TEST_ORDER=0: no plugin of this run uses it with these options"
     assert line in plan([ordered]).advice
+
+
+def test_a_note_that_applies_to_some_policies_names_them(tmp_path):
+    (tmp_path / "two.yaml").write_text("policies: {solver: {rollout_precision: fp8}, proposer: {}}")
+    options = {"config": tmp_path / "two.yaml", "emulate_precision": True}
+    said = "--emulate-precision has no effect without a number format (--rollout-precision, --train-precision)"
+    assert f"{said} (of proposer)" in plan(["fp8"], **options).advice
+    (tmp_path / "two.yaml").write_text("policies: {solver: {}, proposer: {}}")
+    assert said in plan(**options).advice

@@ -101,8 +101,8 @@ def test_a_filter_and_over_sampling_work_ahead(toy_run):
 
 def test_the_budget_charges_staleness_with_what_one_version_makes(toy_run):
     run = toy_run(schedule="ahead", steps=2, lr=1e-2, verify_logprobs=True)
-    found = json.loads((run.directory / BUDGET_FILE).read_text())
+    found = json.loads((run.directory / BUDGET_FILE).read_text())["policy"]
     shares = {cause["name"]: cause["share"] for cause in found["causes"] if not cause["why"]}
     assert found["version"] == 1 and shares[STALE] == pytest.approx(1, abs=0.01)
     fresh = toy_run(steps=2, lr=1e-2, verify_logprobs=True)
-    assert json.loads((fresh.directory / BUDGET_FILE).read_text())["total"]["mean_abs"] < 1e-4
+    assert json.loads((fresh.directory / BUDGET_FILE).read_text())["policy"]["total"]["mean_abs"] < 1e-4

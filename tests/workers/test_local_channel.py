@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import queue
 import socket
 import threading
@@ -9,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 
+from miles_core.errors import MilesError
 from miles_workers import local_channel
 from miles_workers.local_channel import SHARED, Channel, Message, receive
 
@@ -90,6 +94,35 @@ def test_what_cannot_be_read_is_reported():
         assert isinstance(result.get(timeout=20), ModuleNotFoundError)
     channel.close()
     channel.join()
+
+
+HEAD = local_channel._HEAD.pack
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux lists them")
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([(HEAD(9, 1, 0), 1)], EOFError),  # it ends after the memory of its arrays
+        ([(HEAD(9, 0, 2), 0)], EOFError),  # before the descriptors of its objects
+        ([(HEAD(9, 0, 2), 0), (b" ", 2)], EOFError),  # after them
+        ([(HEAD(9, 0, 2), 0), (b" ", 1)], MilesError),
+        ([(HEAD(9, 1, 0), 0)], MilesError),
+        ([(HEAD(5, 0, 1), 0), (b" ", 3), (pickle.dumps(7), 0)], None),
+        ([(HEAD(5, 0, 0), 1), (pickle.dumps(7), 0)], None),
+        ([(HEAD(24, 0, 2), 0), (b" ", 2), (b"cno_such_module\nThing\n.?", 0)], ModuleNotFoundError),
+    ],
+)
+def test_a_message_with_fewer_or_more_descriptors_leaves_none_open(parts, error):
+    here, there = socket.socketpair()
+    with there:
+        with here, open(os.devnull) as file:
+            for data, count in parts:
+                socket.send_fds(here, [data], [file.fileno()] * count)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            receive(there)
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_pickle_cannot_serialize_is_raised_at_once():

@@ -17,6 +17,8 @@ from miles_core.chat.formats.json_tags import to_call
 _MISTRAL = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.\-/]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 _PYTHON_TAG = "<|python_tag|>"
+#: The beginning of an object with a key, or of a list of such objects; a text in brackets is no call.
+_OBJECT = re.compile(r"\s*(?:\[\s*)?\{\s*[\"']")
 
 
 def parse_mistral(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answer:
@@ -42,7 +44,7 @@ def parse_llama(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answe
     """Read the calls of an answer of Llama 3. An answer that does not begin with a call has none: JSON inside a text is not a call."""
     content, tagged, calls_text = text.partition(_PYTHON_TAG)
     body = calls_text if tagged else text
-    if not body.lstrip().startswith(("{", "[")):
+    if not (body.lstrip().startswith(("{", "[")) if tagged else _OBJECT.match(body)):
         bad = (
             [Malformed('the call is not valid JSON: it must begin with {"name": ...}', body[:SHOWN])] if tagged else []
         )

@@ -6,6 +6,7 @@ The answer is parsed, never executed; arguments are literals.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from miles_core.chat.call import SHOWN, Answer, Call, Malformed, make_call
 
 _BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
 _TAGS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
+#: The beginning of a list of calls; another text in brackets is no call.
+_CALL = re.compile(r"\[\s*[\w.\-]+\s*\(")
 
 
 def parse(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answer:
@@ -23,10 +26,11 @@ def parse(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answer:
         content = f"{content}{after}".strip()
     else:
         content, body = "", text
+    marked = bool(tagged) or any(tag in body for tag in _TAGS)
     for tag in _TAGS:
         body = body.replace(tag, "")
     body = body.strip()
-    if not body.startswith("["):
+    if not (body.startswith("[") if marked else _CALL.match(body)):
         if tagged:
             return Answer(content, [Malformed("the calls must be a list: [f(a=1)]", body[:SHOWN])])
         return Answer(text.strip())

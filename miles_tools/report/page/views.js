@@ -59,9 +59,10 @@
     };
     filter.oninput = fill;
     if (!metrics.node.children.length) metrics.node.append(make("div", { className: "tools" }, filter), make("div", {}), place);
-    metrics.node.children[1].replaceChildren(...data.runs.filter(run => run.budget.rows).flatMap(run => [
-      make("h2", { text: `Mismatch budget at weight version ${run.budget.version}${several(data) ? ", " + run.label : ""}` }),
-      table(run.budget.columns, run.budget.rows, { numbers: [1, 2, 3] }), make("h2", { text: "Metrics" })]));
+    const budgets = data.runs.flatMap(run => run.budgets.flatMap(budget => [
+      make("h2", { text: `${budget.title}${several(data) ? ", " + run.label : ""}` }),
+      table(budget.columns, budget.rows, { numbers: [1, 2, 3] })]));
+    metrics.node.children[1].replaceChildren(...budgets, ...(budgets.length ? [make("h2", { text: "Metrics" })] : []));
     fill();
   };
 

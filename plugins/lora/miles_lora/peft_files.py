@@ -22,8 +22,15 @@ log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FLAG = "--lora-adapter"
 _PREFIX = "base_model.model."
-#: Entries of peft's configuration for parts that this plugin does not compute: whole trained modules, and other scales of some modules.
-_UNSUPPORTED = ("modules_to_save", "alpha_pattern")
+#: Entries of peft's configuration for parts that this plugin does not compute: whole trained modules, other scales of some modules, and
+#: variants of LoRA that compute something else from the two matrices.
+_UNSUPPORTED = (
+    *("modules_to_save", "alpha_pattern"),
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "use_qalora"),
+)
+#: Beginnings of peft's ``init_lora_weights`` that subtract the initial adapter from the base weights, or quantise these
+#: (``LoraLayer.update_layer`` in ``peft.tuners.lora.layer``, peft 0.21). With ``gaussian``, ``orthogonal``, ``eva`` and ``mica`` they stay.
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 def names_of(targets: Sequence[Target]) -> dict[str, str]:
@@ -143,7 +150,7 @@ def check_adapter(directory: str, options: LoraOptions, base: str) -> None:
     ``base``, because a converted or moved checkpoint has another name, too.
 
     Raises:
-        ConfigError: its rank, scale or kind differs, or its configuration cannot be read.
+        ConfigError: its rank, scale or kind differs, it belongs to other base weights, or its configuration cannot be read.
     """
     file = Path(directory) / CONFIG
     try:
@@ -161,6 +168,13 @@ def check_adapter(directory: str, options: LoraOptions, base: str) -> None:
     if kind != "LORA" or extra:
         raise ConfigError(
             f"{FLAG} {directory}: it is an adapter of the kind {kind}{extra}; this plugin trains plain LoRA"
+        )
+    initial = stored.get("init_lora_weights")
+    if str(initial).lower().startswith(_CHANGES_BASE):
+        raise ConfigError(
+            f"{FLAG} {directory}: its init_lora_weights is {initial}, so it belongs to base weights that peft changed at its start; convert "
+            "it to plain LoRA with peft (save_pretrained with path_initial_model_for_weight_conversion), or give the changed weights as "
+            f"--hf-checkpoint and set init_lora_weights to true in {file}"
         )
     for key, setting, mine in (
         ("r", f"--lora-rank {options.rank}", options.rank),

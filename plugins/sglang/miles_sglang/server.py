@@ -40,7 +40,8 @@ class ServerLink(EngineServer):
             info = await self._first_answer()
             if not isinstance(info, Mapping) or "tp_size" not in info:
                 raise ServerError(
-                    f"--sglang-url {self.url}: the server at this address is no SGLang server; correct the address"
+                    f"--sglang-url {self.url}: the answer of server_info has no tp_size, so another program answers there; give the address of an "
+                    "SGLang server"
                 )
             self._check(info)
             self.ranks = int(info["tp_size"])
@@ -56,7 +57,9 @@ class ServerLink(EngineServer):
         """Return the server's ``model_info``: ``architectures``, ``weight_version``, ... Its scheduler is not involved."""
         found = await self.ask("model_info", None, timeout)
         if not isinstance(found, Mapping):
-            raise ServerError(f"--sglang-url {self.url}: the answer of model_info is not in SGLang's format")
+            raise ServerError(
+                f"--sglang-url {self.url}: the answer of model_info is not in SGLang's format; give the address of an SGLang server"
+            )
         return found
 
     async def _first_answer(self) -> Any:
@@ -67,7 +70,8 @@ class ServerLink(EngineServer):
             raise
         except ServerError as error:
             raise ServerError(
-                f"{error}; this is no SGLang server that this plugin supports: correct the address"
+                f"{error}; another program answers there, or a version of SGLang that this plugin does not support: give the address of an SGLang "
+                "server"
             ) from error
 
     def _check(self, info: Mapping[str, Any]) -> None:

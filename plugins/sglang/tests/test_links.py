@@ -201,10 +201,13 @@ def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatc
             asyncio.run(ServerLink(url, 0.1, arguments).start())
 
     refused(r"--sglang-url http://127.0.0.1:9: no SGLang server answers there .*\[Errno 111\]", "http://127.0.0.1:9")
-    refused("server_info answered 404: not here; .*correct the address", url + "/elsewhere")
+    refused(
+        "server_info answered 404: not here; another program .*: give the address of an SGLang server",
+        url + "/elsewhere",
+    )
     refused(r"the server runs with tp_size = 1, and --sglang-tp-size of this run is 2", url, tp_size=2)
     monkeypatch.setattr(_Handler, "info", {"models": []})
-    refused("the server at this address is no SGLang server", url)
+    refused(f"--sglang-url {url}: the answer of server_info has no tp_size.*give the address of an SGLang server", url)
 
 
 def test_a_server_must_have_room_for_the_adapters(url: str, monkeypatch: Any) -> None:

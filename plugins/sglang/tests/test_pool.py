@@ -371,7 +371,7 @@ def test_a_message_holds_the_tensors_and_a_checksum() -> None:
         (None, "the file with the servers' addresses cannot be read"),
         ("# nothing\n\n", "the file lists no server"),
         ("http://a:1\nhttp://b:1\nhttp://a:1/\n", "http://a:1 is listed twice"),
-        ("http://a:1\nb:1\n", "'b:1' is no address"),
+        ("http://a:1\nb:1\n", "'b:1' is not the address of a server"),
     ],
 )
 def test_a_bad_file_is_refused_in_the_plan(plan: Any, tmp_path: Path, content: str | None, said: str) -> None:
@@ -402,7 +402,7 @@ def test_a_list_that_turns_bad_changes_nothing(
         try:
             await update(engine, checkpoints[0], 0)
             (tmp_path / "servers.txt").write_text("nonsense\n")
-            await until(lambda: "'nonsense' is no address" in caplog.text)
+            await until(lambda: "'nonsense' is not the address of a server" in caplog.text)
             (tmp_path / "servers.txt").unlink()
             await until(lambda: "cannot be read" in caplog.text)
             assert "the run continues with the servers of the previous list" in caplog.text

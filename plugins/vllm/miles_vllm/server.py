@@ -111,7 +111,8 @@ class ServerLink(EngineServer):
             found = await self.wait_for(lambda timeout: self.ask("version", None, timeout))
             if not isinstance(found, Mapping) or "version" not in found:
                 raise ServerError(
-                    f"{FLAG} {self.url}: the server at this address is no vLLM server; correct the address"
+                    f"{FLAG} {self.url}: the answer of version is not in vLLM's format, so another program answers there; give the address of a vLLM "
+                    "server"
                 )
             info = {**await self._describe(FIRST_ANSWER_SECONDS), "version": found["version"]}
             self._check(info)
@@ -166,7 +167,9 @@ class ServerLink(EngineServer):
         if path == _GENERATE and (status == 403 or (status == 404 and _NO_ROUTE in text)):
             return ServerError(f"{place}: the server does not answer requests with token ids ({status}): {start}")
         if path == "version" and status < 500:
-            return ServerError(f"{place}: {path} answered {status}: this is no vLLM server; correct the address")
+            return ServerError(
+                f"{place}: {path} answered {status}, so another program answers there; give the address of a vLLM server"
+            )
         if status == 404 and _NO_ROUTE in text:
             return ServerError(f"{place}: the server has no route {path}: {start}")
         if path == "collective_rpc" and "has no attribute 'miles_" in text:

@@ -11,6 +11,7 @@ from miles_core.observe import environment
 from miles_core.plugin.panel import Panel
 from miles_tools.commands.report import run as command
 from miles_tools.report.plots import PALETTE, draw, open_image, panels, plot, smooth
+from miles_tools.report.reading import BUDGET_FILE
 from miles_tools.report.report import report
 
 STEP = {
@@ -254,10 +255,33 @@ def test_the_mismatch_budget_of_a_verified_run(toy_run):
         steps=1,
         verify_logprobs_tolerance=5,
     )
-    budget = first_run(report(run.directory))["budget"]
-    assert budget["version"] == 0 and "weight quantisation" in [row[0] for row in budget["rows"]]
+    (budget,) = first_run(report(run.directory))["budgets"]
+    assert budget["title"] == "Mismatch budget at weight version 0"
+    assert "weight quantisation" in [row[0] for row in budget["rows"]]
     assert "replayed: training is free of it" in [row[-1] for row in budget["rows"]]
     assert (run.directory / "report" / "budget.png").is_file()
+
+
+def test_every_policy_has_its_mismatch_budget(toy_run, tmp_path):
+    (tmp_path / "two.yaml").write_text("policies: {solver: {rollout_precision: fp8}, proposer: {}}")
+    run = toy_run(
+        ["fp8"],
+        config=tmp_path / "two.yaml",
+        emulate_precision=True,
+        verify_logprobs=True,
+        steps=1,
+        verify_logprobs_tolerance=5,
+    )
+    solver, proposer = first_run(report(run.directory))["budgets"]
+    assert solver["title"] == "Mismatch budget at weight version 0 of solver"
+    assert proposer["title"] == "Mismatch budget at weight version 0 of proposer"
+    assert "weight quantisation" in [row[0] for row in solver["rows"]]
+    assert "weight quantisation" not in [row[0] for row in proposer["rows"]]
+    assert {p.name for p in (run.directory / "report").glob("budget*")} == {"budget-solver.png", "budget-proposer.png"}
+    file = run.directory / BUDGET_FILE
+    file.write_text(json.dumps({"policy": "solver", **json.loads(file.read_text())["solver"]}))  # an earlier version's
+    (budget,) = first_run(report(run.directory))["budgets"]
+    assert budget["rows"] == solver["rows"]
 
 
 def test_a_run_that_ended_says_how(tmp_path):

@@ -20,9 +20,12 @@ def test_a_list_and_a_file_give_addresses(tmp_path):
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        (["http://a:1", "a:2"], "--vllm-url http://a:1,a:2: 'a:2' is no address"),
+        (
+            ["http://a:1", "a:2"],
+            "--vllm-url http://a:1,a:2: 'a:2' is not the address of a server; write http:// or https://",
+        ),
         (["http://a:1", "http://a:1/"], "http://a:1 is listed twice"),
-        (["http://a:x"], "is no address"),
+        (["http://a:x"], "'http://a:x' is not the address of a server"),
         (["@nowhere.txt"], "--vllm-url nowhere.txt: the file with the servers' addresses cannot be read"),
     ],
 )
