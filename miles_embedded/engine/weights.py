@@ -12,8 +12,7 @@ from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Parts
 from miles_core.precision.products import Products
-from miles_embedded.engine.repeated_update import RepeatedUpdate, record
-from miles_embedded.model.load_units import Update
+from miles_embedded.model.load_units import RepeatedUpdate, Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import codes_of, constant_tensors, is_constant, local_shard
@@ -184,12 +183,10 @@ class Weights:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
         native = self.inputs.layers or self.inputs.experts
-        lasting: list[Encoded] = []
-        update.take(self.inputs.take_each(units) if native else record(iter(units), lasting))
+        update.take(self.inputs.take_each(units) if native else units)
         copied = update.finish()
         self.serve(version)
-        if lasting and not share and update.copies is not None:
-            self._last = RepeatedUpdate(self.model, lasting, update.copies, copied)
+        self._last = None if native or share else update.repeat()
         return copied
 
     def serve(self, version: int) -> None:

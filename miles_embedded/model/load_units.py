@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +159,9 @@ class Update:
     def __init__(
         self, model: nn.Module, decode: Decode | None = None, shared: set[str] | None = None, share: bool = False
     ) -> None:
-        self._loader = SharingLoader(model, set() if shared is None else shared)
+        self._model, self._loader = model, SharingLoader(model, set() if shared is None else shared)
         self._decode, self._share = decode, share
+        self._copied: list[Encoded] = []
 
     @torch.no_grad()
     def take(self, units: Iterable[Encoded]) -> None:
@@ -167,12 +169,14 @@ class Update:
         loader = self._loader
         for unit in units:
             if unit.format and loader.pass_over(unit.name):
+                loader.launched = None
                 continue  # the model has the codes, or its own constant ones
             tensor = _plain(unit, self._decode)
             if unit.format:
                 loader.put(unit.name, tensor)
             elif unit.lasting and (self._share or unit.copy is Tensor.copy_):
                 loader.defer(unit.name, tensor)
+                self._copied.append(unit)
             else:
                 loader.put(unit.name, tensor, unit.copy)
         if not self._share:
@@ -194,10 +198,55 @@ class Update:
         self._loader.load_deferred(self._share)
         return self._loader.copied
 
-    @property
-    def copies(self) -> list[Copies] | None:
-        """The copies that this update consisted of; None if it did more than copy tensors that last."""
-        return self._loader.launched
+    def repeat(self) -> RepeatedUpdate | None:
+        """Return this finished update for later ones; None if it did more than copy tensors that last."""
+        loader = self._loader
+        if loader.launched is None or not self._copied:
+            return None
+        return RepeatedUpdate(self._model, self._copied, loader.launched, loader.copied)
+
+
+class RepeatedUpdate:
+    """The copies of one complete update whose tensors last, to make them again when the same objects arrive. The loop over thousands of tensors
+    takes several times as long as the copies on a GPU.
+
+    Args:
+        model: the engine's module.
+        units: the units of the update.
+        copies: what it copied.
+        nbytes: number of bytes that it copied.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Encoded], copies: Sequence[Copies], nbytes: int) -> None:
+        self.units, self._copies, self.nbytes = units, copies, nbytes
+        self._homes = [
+            (module, name, tensor, tensor.data_ptr())
+            for module in model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+
+    def is_current(self) -> bool:
+        """Whether the model's tensors are the same objects in the same memory as then."""
+        return all(
+            home.data_ptr() == place and (module._parameters.get(name) is home or module._buffers.get(name) is home)
+            for module, name, home, place in self._homes
+        )
+
+    def find_difference(self, units: Iterator[Encoded]) -> Iterator[Encoded] | None:
+        """Return None if ``units`` are those of this update; otherwise an iterator over them."""
+        count = 0
+        for unit in units:
+            if count == len(self.units) or unit is not self.units[count]:
+                return chain(self.units[:count], (unit,), units)
+            count += 1
+        return None if count == len(self.units) else iter(self.units[:count])
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy the tensors' current values."""
+        for targets, tensors in self._copies:
+            torch._foreach_copy_(targets, tensors)
 
 
 def _plain(unit: Encoded, decode: Decode | None) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from miles_core.errors import MismatchError
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.repeated_update import RepeatedUpdate
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
+from miles_embedded.model.load_units import RepeatedUpdate
 from miles_testing.doubles import remote
 
 FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}

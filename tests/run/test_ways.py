@@ -8,6 +8,8 @@ from miles_core import loop
 from miles_core.cli import main as cli
 from miles_core.errors import DataError
 from miles_core.train import rank
+from miles_embedded.model.load_units import RepeatedUpdate
+from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_testing.doubles import remote
 from miles_testing.toy import toy_arguments, toy_run
 from miles_workers import local_process
@@ -56,6 +58,8 @@ def step() -> Trace:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "step", traced)
+        patch.setattr(EmbeddedTrainer, "find_memory", lambda self: None)  # every sync is like the first one
+        patch.setattr(RepeatedUpdate, "is_current", lambda self: False)
         toy_run(steps=3)
     return trace
 

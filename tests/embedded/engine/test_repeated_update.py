@@ -9,7 +9,6 @@ from miles_core.data.weight_unit import Encoded
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec
 from miles_core.precision.products import Products
-from miles_embedded.engine import weights as module
 from miles_embedded.engine.weights import Weights
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export, sources
@@ -103,11 +102,10 @@ def test_only_plain_copies_are_repeated(sides, change):
     assert equal(trainer, engine)
 
 
-def test_the_recorded_update_is_the_whole(sides, monkeypatch):
+def test_the_recorded_update_is_the_whole(sides):
     trainer, engine, _ = sides
-    made = []
-    monkeypatch.setattr(module, "RepeatedUpdate", lambda *args: made.append(args))
     units = plain(trainer)
     engine.update(iter(units), 0)
-    ((_, known, copies, nbytes),) = made
-    assert known == units and nbytes == sum(t.nbytes for _, tensors in copies for t in tensors)
+    last = engine._last
+    assert all(a is b for a, b in zip(last.units, units, strict=True))
+    assert last.nbytes == sum(tensor.nbytes for _, tensors in last._copies for tensor in tensors)
