@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
+from torch.optim import optimizer
 
 from miles_core import loop
 from miles_core.cli import main as cli
@@ -60,6 +63,9 @@ def step() -> Trace:
         patch.setattr(loop, "step", traced)
         patch.setattr(EmbeddedTrainer, "find_memory", lambda self: None)  # every sync is like the first one
         patch.setattr(RepeatedUpdate, "is_current", lambda self: False)
+        patch.setattr(
+            optimizer, "_global_optimizer_post_hooks", OrderedDict()
+        )  # other tests of this process register some
         toy_run(steps=3)
     return trace
 
