@@ -264,9 +264,10 @@ def test_a_run_serves_its_metrics_at_the_address_of_the_option(toy_run, tmp_path
         plain(self)
 
     monkeypatch.setattr(Prometheus, "close", close)
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
-    toy_run(["telemetry"], steps=1, prometheus_port=port, prometheus_host="127.0.0.2")
+    with socket.socket() as other:  # bound, so that no other test listens there
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        toy_run(["telemetry"], steps=1, prometheus_port=port, prometheus_host="127.0.0.2")
     ((address, text),) = read
     assert address == f"http://127.0.0.2:{port}/metrics" and "miles_reward_mean" in text
 
