@@ -54,13 +54,14 @@ def describe_status(run: RunReader, total: int | None) -> dict[str, Any]:
         ended = _describe_end(run.ending, 0.0)
         text = "This run has not completed a step yet, so there is nothing to plot."
         return {"state": "stopped" if ended else "waiting", "text": text + ended, "age": None}
-    last = records[-1]["step"]
+    last, at = records[-1]["step"], _time(records[-1])
+    ended = _describe_end(run.ending, at)
+    if ended and run.ending["why"] != "finished" and isinstance(run.ending.get("of"), int):
+        total = run.ending["of"]  # a continuation that failed at its start left the saved options as they were
     if total is not None and last >= total:
         return {"state": "finished", "text": f"Finished: {total} of {total} steps are complete.", "age": None}
-    at = _time(records[-1])
     age = time.time() - at
     gaps = [_time(b) - _time(a) for a, b in pairwise(records[-200:])]
-    ended = _describe_end(run.ending, at)
     running = age < max(60.0, 5 * statistics.median(gaps or [0.0])) and not ended
     of = f"{last} of {total} steps are complete" if total is not None else f"{last} steps are complete"
     state = "Still running" if running else "Not running"
