@@ -132,7 +132,7 @@ class Steps:
     Args:
         reporter: where the turn's means go.
         count: counted steps a turn.
-        uncounted: steps a turn before those; 0 where no other process takes turns.
+        uncounted: number of steps at the start of each turn that are not counted; 0 if no other process takes turns.
     """
 
     def __init__(self, reporter: Reporter, count: int, uncounted: int = 1) -> None:

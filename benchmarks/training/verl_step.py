@@ -24,7 +24,7 @@ from benchmarks.measure import Reporter
 
 #: Environment variable with the pipes of the worker's ``Reporter`` and the steps of a turn, as JSON.
 TURNS = "MILES_VERL_TURNS"
-#: ``workload.odd`` of what the words of a response say; its end is no word.
+#: Computes ``workload.odd`` from the text of a response. The end token is not counted, because it has no text.
 REWARD = """
 def odd(data_source, solution_str, ground_truth, extra_info=None):
     words = [word for word in solution_str.split() if word[1:].isdigit()]

@@ -177,7 +177,7 @@ class Rank(Learner):
 
     @contextmanager
     def _weights(self, transport: Transport, version: int) -> Iterator[tuple[Iterator[WeightUnit], Iterator[Encoded]]]:
-        """Context with the weights of one sync, of which one iterator is read: the trainer's units, or their encoded tensors."""
+        """Context with two iterators over the weights of one sync: the trainer's units, and their encoded tensors. Read only one of them."""
         wrappers = self.weight_wrappers("sync")
         memory = self.trainer.find_memory() if type(self.codec) is Codec and not wrappers else None
         with closing(self.units("sync", wrappers=wrappers)) as units:

@@ -72,8 +72,8 @@ class NativeExperts:
         return name, row // rows, row % rows
 
     def take(self, encoded: Encoded) -> None:
-        """Copy the codes of one checkpoint tensor; a plain tensor removes them. Thousands of small tensors arrive, most of which the encoder has
-        written to their places already."""
+        """Store the codes of one checkpoint tensor; if it is plain, the experts read values again. Codes that the encoder wrote to the memory of
+        ``reserve`` are not copied."""
         if encoded.format != self.format.name:
             self.restore()
             self._missing.add(encoded.name)
