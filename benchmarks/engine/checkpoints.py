@@ -19,6 +19,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    # as many of its layers as several trainers of one process hold
+    "8b-layers": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "qwen3-4b": {
         "hidden_size": 2560,
         "intermediate_size": 9728,
@@ -64,7 +72,7 @@ def make_model(kind: str, directory: Path) -> Path:
         "dtype": "bfloat16",
         **SIZES[kind],
     }
-    if kind in ("dense", "8b", "tiny_dense") or kind.startswith("qwen3-"):
+    if kind in ("dense", "8b", "8b-layers", "tiny_dense") or kind.startswith("qwen3-"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     elif kind in ("hybrid", "tiny_hybrid"):
         config = transformers.Qwen3NextConfig(**common, **EXPERTS, **DELTA_NET, pad_token_id=0)

@@ -39,12 +39,12 @@ from miles_testing.yardstick import weighted
 #: Dense BF16 operations per second by compute capability, from the data sheets (H100/H200, A100).
 PEAK = {(9, 0): 989e12, (8, 0): 312e12}
 PROMPT, RESPONSE, SAMPLES = 64, 256, 8
-SIDES = ("torch", "kernels", "flash2", "fp8", "fp8_emulated")
+SIDES = ("torch", "kernels", "flash2", "fp8", "fp8_emulated", "fp8_dgrad")
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--model", choices=["dense", "moe", "tiny"], default="dense")
+    parser.add_argument("--model", choices=["dense", "moe", "8b-layers", "tiny"], default="dense")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument(
@@ -109,7 +109,8 @@ def make_trainer(
         from miles_fp8.format import Fp8
 
         codec = FormatCodec(Fp8())
-        install(model, codec, Products("emulated" if side == "fp8_emulated" else "native").of(codec.format, model))
+        product = Products("emulated" if side == "fp8_emulated" else "native").of(codec.format, model)
+        install(model, codec, product, rounds_gradients=side == "fp8_dgrad")
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 

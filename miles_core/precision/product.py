@@ -51,6 +51,14 @@ class Product(ABC):
         converted back: an engine then keeps the decoded weight as well."""
         return None
 
+    def transpose(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Prepare the transposed weight [K, N] of a stored weight [N, K], to multiply gradients [M, N] by it. None if the format's blocks are
+        those of rows, so that the transposed weight has other codes."""
+        return None
+
+    def keep_rows(self, x: Tensor, uses: int) -> None:
+        """Quantise x [M, K] once for the next ``uses`` products of it, if the product can."""
+
     @abstractmethod
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply x [M, K] in ``dtype``, M >= 1, by a prepared weight [N, K]; return [M, N].

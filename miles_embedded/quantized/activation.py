@@ -35,6 +35,7 @@ from miles_embedded.model.experts import is_standard, round_inputs
 from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
+from miles_embedded.quantized.emulated import EmulatedLinear
 from miles_embedded.quantized.experts import NativeExperts, takes_experts
 from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.linear import NativeLinear, join_codes
@@ -55,16 +56,25 @@ class RoundedInputs(Rounding):
         codec: determines the quantised weights and their format.
         product: native product for linear layers, used once ``take`` has received their codes; None emulates it.
         codes_only: free the values of weights whose codes arrived (``quantized.freed``), for an engine.
+        rounds_gradients: see ``Rounding``; of linear layers whose class no plugin changed.
+        native_experts: use the native product for experts as well.
 
     Raises:
         ConfigError: matrices that read the same input are only partly quantised, or a module is neither linear nor experts.
     """
 
     def __init__(
-        self, model: nn.Module, codec: Codec, product: Product | None = None, codes_only: bool = False
+        self,
+        model: nn.Module,
+        codec: Codec,
+        product: Product | None = None,
+        codes_only: bool = False,
+        rounds_gradients: bool = False,
+        native_experts: bool = True,
     ) -> None:
         format = codec.format
-        super().__init__(nn.Identity() if format is None else format.fake_quantize_activation, codes_only)
+        round = nn.Identity() if format is None else format.fake_quantize_activation
+        super().__init__(round, codes_only, rounds_gradients)
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
@@ -72,6 +82,7 @@ class RoundedInputs(Rounding):
         self._computing: list[nn.Module] = []
         self._emulated: dict[nn.Module, SharedRounding | None] = {}
         self._experts: dict[nn.Module, Any] = {}
+        self._rounding: list[EmulatedLinear] = []
         if format is None or not format.quantizes_activations:
             return
         self.format = format
@@ -82,10 +93,16 @@ class RoundedInputs(Rounding):
         self._emulated.update(share_roundings(model, self._emulated))
         if product is not None:
             join_codes(model, self.layers)
-            self._attach_experts(model, codec, product)
+            if native_experts:
+                self._attach_experts(model, codec, product)
             self._computing = attach_readers(
                 model, [*self.layers.values(), *self.experts.values()], self._multiplies_codes
             )
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        """Whether a layer quantises gradients."""
+        return self.rounds_gradients and bool(self.layers or self._rounding)
 
     def take(self, encoded: Encoded) -> None:
         """Store one tensor of a weight update as the codes of its native layer."""
@@ -143,7 +160,7 @@ class RoundedInputs(Rounding):
     def remove(self) -> None:
         """Restore the model's original forward."""
         detach_readers(self._computing)
-        for layer in self.layers.values():
+        for layer in (*self.layers.values(), *self._rounding):
             layer.remove()
         for experts in dict.fromkeys(self.experts.values()):
             experts.restore()
@@ -152,7 +169,7 @@ class RoundedInputs(Rounding):
             handle.remove()
         for module, before in self._experts.items():
             module.__dict__[INPUT_ROUNDING] = before
-        self._handles, self._experts, self._computing = [], {}, []
+        self._handles, self._experts, self._computing, self._rounding = [], {}, [], []
 
     def _attach(self, model: nn.Module, source: str, members: list[View], chosen: list[bool]) -> None:
         path, _, attribute = source.rpartition(".")
@@ -168,6 +185,8 @@ class RoundedInputs(Rounding):
             else:
                 self._emulated[module] = None
                 self._handles.append(module.register_forward_pre_hook(self._enter))
+                if self.rounds_gradients and not own:
+                    self._rounding.append(EmulatedLinear(self, module))
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:
                 self._experts[module] = getattr(module, INPUT_ROUNDING, None)

@@ -19,6 +19,7 @@ from miles_core.precision.product import Product
 from miles_embedded.model.joint_linear import SIBLINGS
 from miles_embedded.model.kept_results import KeptResults
 from miles_embedded.model.parts import head
+from miles_embedded.quantized.emulated import multiply
 from miles_embedded.quantized.freed import FreedWeight
 from miles_embedded.quantized.rounding import Rounding
 
@@ -33,6 +34,8 @@ class NativeLinear:
     def __init__(self, inputs: Rounding, module: nn.Linear, format: Format, product: Product) -> None:
         self.inputs, self.module, self.format, self.product = inputs, module, format, product
         self.codes: Parts | None = None
+        #: The transposed weight, for the gradient of the input, if gradients are quantised and the product supports it.
+        self.transposed: Parts | None = None
         self.weight = FreedWeight(module, "weight", self._decode, lambda: (self.codes or {}).values())
         self.joint: JointCodes | None = None
         self._own = module.forward
@@ -45,33 +48,38 @@ class NativeLinear:
         on = self.inputs.enabled and self.inputs.native
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
             with self.weight.decoded():
-                return self._own(self.inputs(x))
+                return self._emulate(self.inputs(x))
         if not torch.is_grad_enabled():
             joint = None if self.joint is None else self.joint(self, x)
             if joint is not None:
                 return joint
             return _forward(x, module.bias, self.codes, self.product)
         weight = self.weight.values() if self.weight.freed else module.weight
-        y: Tensor = _NativeProduct.apply(x, weight, module.bias, self.codes, self.format, self.product)
+        if self.joint is not None and self is self.joint.layers[0]:
+            self.product.keep_rows(x.reshape(-1, x.shape[-1]), len(self.joint.layers))
+        y: Tensor = _NativeProduct.apply(x, weight, module.bias, self)
         return y
+
+    def _emulate(self, x: Tensor) -> Tensor:
+        if self.inputs.enabled and self.inputs.rounds_gradients and torch.is_grad_enabled():
+            return multiply(x, self.module.weight, self.module.bias, self.inputs.round)
+        return self._own(x)
 
     @torch.no_grad()
     def take(self, encoded: Encoded) -> None:
         """Copy the codes of an update, whose tensors may be in a transport buffer. A plain tensor removes the codes."""
         if encoded.format != self.format.name:
             self.weight.restore()
-            self.codes = None
+            self.codes = self.transposed = None
             return
         home = self.product.device
-        parts = self.product.prepare({name.rpartition(".")[2]: t.to(home) for name, t in encoded.parts.items()})
+        stored = {name.rpartition(".")[2]: t.to(home) for name, t in encoded.parts.items()}
+        parts = self.product.prepare(stored)
         if self.codes is None and self.joint is not None:
             self.codes = self.joint.room(self)
-        elif self.codes is None:
-            self.codes = {
-                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=home) for n, t in parts.items()
-            }
-        for name, tensor in parts.items():
-            self.codes[name].copy_(tensor)
+        self.codes = _store(parts, self.codes)
+        transposed = self.product.transpose(stored) if self.inputs.rounds_gradients else None
+        self.transposed = None if transposed is None else _store(transposed, self.transposed)
         if self.inputs.codes_only and self.stored() is not None:
             self.weight.free()
 
@@ -93,7 +101,7 @@ class NativeLinear:
 
     def drop(self) -> None:
         """Free the codes; memory shared with other layers when the last of them frees its codes."""
-        self.codes = None
+        self.codes = self.transposed = None
         if self.joint is not None:
             self.joint.drop_unused()
 
@@ -112,35 +120,42 @@ class NativeLinear:
             self.module.__dict__["forward"] = self._before
 
 
+def _store(parts: Parts, kept: Parts | None) -> Parts:
+    """Copy prepared codes to memory that is kept between updates, with their strides; returns it."""
+    if kept is None:
+        kept = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for n, t in parts.items()}
+    for name, tensor in parts.items():
+        kept[name].copy_(tensor)
+    return kept
+
+
 def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:
     y = product(x.reshape(-1, x.shape[-1]), codes, bias)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
 class _NativeProduct(torch.autograd.Function):
-    """The native product in the forward pass, the emulated one in the backward pass."""
+    """The native product of a layer in the forward pass. Gradients are those of the emulated product; that of the input is a native product of the
+    quantised gradient if the layer has its transposed weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, codes: Parts, format: Format, product: Product
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.format = format
-        return _forward(x, bias, codes, product)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear) -> Tensor:
+        assert layer.codes is not None
+        ctx.save_for_backward(x, weight if layer.transposed is None else None)
+        ctx.layer, ctx.transposed = layer, layer.transposed
+        return _forward(x, bias, layer.codes, layer.product)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad, needs = gradient[0].reshape(-1, len(weight)), ctx.needs_input_grad
-        rounded = ctx.format.fake_quantize_activation(x).reshape(-1, x.shape[-1]) if needs[1] else None
-        return (
-            (grad @ weight).view(x.shape) if needs[0] else None,
-            None if rounded is None else grad.t() @ rounded,
-            grad.sum(0) if needs[2] else None,
-            None,
-            None,
-            None,
-        )
+        grad, needs = gradient[0].reshape(-1, gradient[0].shape[-1]), ctx.needs_input_grad
+        inputs, of_input = ctx.layer.inputs, None
+        if needs[0] and ctx.transposed is not None:
+            of_input = ctx.layer.product(grad, ctx.transposed).view(x.shape)
+        elif needs[0]:
+            of_input = ((inputs.round(grad) if inputs.rounds_gradients else grad) @ weight).view(x.shape)
+        rounded = inputs.round(x).reshape(-1, x.shape[-1]) if needs[1] else None
+        return of_input, None if rounded is None else grad.t() @ rounded, grad.sum(0) if needs[2] else None, None
 
 
 class JointCodes:

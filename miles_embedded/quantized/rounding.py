@@ -15,20 +15,23 @@ class Rounding:
     Args:
         round: a format's rounding of x [..., K].
         codes_only: free the values of weights whose codes arrived (``quantized.freed``).
+        rounds_gradients: the product that computes the gradient of a linear layer's input quantises the gradient of its output, too.
 
     Attributes:
         native: whether layers with a native product use it.
     """
 
-    def __init__(self, round: Callable[[Tensor], Tensor], codes_only: bool = False) -> None:
-        self._round, self.codes_only = round, codes_only
+    def __init__(
+        self, round: Callable[[Tensor], Tensor], codes_only: bool = False, rounds_gradients: bool = False
+    ) -> None:
+        self.round, self.codes_only, self.rounds_gradients = round, codes_only, rounds_gradients
         self.enabled = self.native = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round x [..., K]; returns x itself while disabled."""
         if not self.enabled:
             return x
-        rounded: Tensor = _StraightThrough.apply(x, self._round)
+        rounded: Tensor = _StraightThrough.apply(x, self.round)
         return rounded
 
 

@@ -56,9 +56,17 @@ class FakeQuantizer:
         model: prepared by ``miles_embedded.model.load``.
         codec: the trainer's number format and selector.
         product: native product for linear layers; None emulates it.
+        rounds_gradients, native_experts: see ``RoundedInputs``.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        codec: Codec,
+        product: Product | None = None,
+        rounds_gradients: bool = False,
+        native_experts: bool = True,
+    ) -> None:
         if codec.format is None:
             raise ValueError("a fake-quantised forward needs a number format")
         _count_steps()
@@ -71,7 +79,7 @@ class FakeQuantizer:
         ]  # the others have this format's values already
         self._groups = _groups(list(group_coupled(own)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
-        self.inputs = RoundedInputs(model, codec, product)
+        self.inputs = RoundedInputs(model, codec, product, False, rounds_gradients, native_experts)
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
         self._rows_of: dict[_Group, tuple[Row, ...]] = {}
@@ -121,10 +129,12 @@ class FakeQuantizer:
         return self._values[source]
 
     def _rows(self, group: _Group) -> tuple[Row, ...]:
-        """Return the tensors of a group in runs that one launch quantises; () if the format leaves one of them alone or refuses it."""
+        """Return the tensors of a group in runs that one launch quantises; () if the format leaves one of them alone or refuses it, or if a native
+        product needs their codes."""
         if group not in self._rows_of:
             members = list(chain.from_iterable(group.units))
-            whole = all(
+            native = any(view.name in self.inputs.layers or view.name in self.inputs.experts for view in members)
+            whole = not native and all(
                 self.codec.quantises(view.name, view.size) and self.format.refuse((view.size[0], view.size[1])) is None
                 for view in members
             )
@@ -176,7 +186,7 @@ class FakeQuantizer:
         self, group: _Group, plain: dict[str, Tensor], values: dict[str, Tensor], finite: Finite
     ) -> bool:
         """Quantise a group in a launch for equally spaced tensors, without keeping codes; returns whether the format does that."""
-        rows = () if self.inputs.layers or self.inputs.experts else self._rows(group)
+        rows = self._rows(group)
         for row in rows:
             weights, out = (tensors[row.first.source] for tensors in (plain, values))
             if weights.dtype != COPY:
@@ -237,19 +247,25 @@ class _Shadow:
                 self.quantizer.drop(source)
 
 
-def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:
+def install(
+    model: nn.Module,
+    codec: Codec,
+    product: Product | None = None,
+    rounds_gradients: bool = False,
+    native_experts: bool = True,
+) -> FakeQuantizer:
     """Fake-quantise ``model`` in the codec's format, with straight-through gradients.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, not yet wrapped for checkpointing, compilation or sharding.
         codec: the trainer's codec, which must have a format.
-        product: see ``FakeQuantizer``.
+        product, rounds_gradients, native_experts: see ``FakeQuantizer``.
 
     Raises:
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
         MilesError: (in a forward) a weight is NaN or Inf; names the weight.
     """
-    quantizer = FakeQuantizer(model, codec, product)
+    quantizer = FakeQuantizer(model, codec, product, rounds_gradients, native_experts)
     by_module: dict[nn.Module, dict[str, str]] = {}
     for source in quantizer.sources:
         module, attribute = quantizer._owners[source]

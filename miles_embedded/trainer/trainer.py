@@ -352,8 +352,10 @@ class EmbeddedTrainer(Trainer):
 
     def quantizer(self, format: Format) -> FormatItself:
         """Return the format's own quantizer; this trainer defines no other code."""
-        product = None if self.precision is None else self.precision.products.of(format, self.model)
-        return FormatItself(format, product, linear_shapes(self.model))
+        precision, shapes = self.precision, linear_shapes(self.model)
+        if precision is not None and precision.rounds_gradients:
+            shapes += [(k, n) for n, k in shapes]  # gradients are multiplied by transposed weights
+        return FormatItself(format, None if precision is None else precision.products.of(format, self.model), shapes)
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)

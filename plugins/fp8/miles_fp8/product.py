@@ -71,6 +71,12 @@ class Fp8Product(Product):
     def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
         return {CODES: parts[CODES].t(), SCALES: parts[SCALES].t()[:, : -(-shape[1] // TILE)]}
 
+    def transpose(self, parts: Mapping[str, Tensor]) -> Parts:
+        return self.prepare({name: tensor.t() for name, tensor in parts.items()})
+
+    def keep_rows(self, x: Tensor, uses: int) -> None:
+        self.kept.put(x, self.row_codes(x), uses)
+
     def row_epilogue(self, shape: tuple[int, int], uses: int = 1) -> RowCodes:
         from miles_fp8.row_codes import RowCodes  # needs Triton
 

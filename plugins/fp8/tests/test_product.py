@@ -277,6 +277,22 @@ class TestOnTheGpu:
         for ours, theirs in zip(*found, strict=True):
             assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.02
 
+    @pytest.mark.parametrize("rows", [5, 64, 512, 1000])
+    def test_gradients_are_multiplied_by_the_transposed_codes(self, rows):
+        product, weight = Fp8Product(torch.device("cuda"), torch.bfloat16), normal(384, 256, seed=3).bfloat16().cuda()
+        stored = Fp8().quantize(weight)
+        gradient = normal(rows, 384, seed=4).bfloat16().cuda()
+        found = product(gradient, product.transpose(stored)).double()
+        exact = Fp8().fake_quantize_activation(gradient.float()).double() @ Fp8().dequantize(stored).double()
+        assert float((found - exact).norm() / exact.norm()) < 0.004
+
+    def test_rows_that_are_kept_give_the_same_products(self):
+        product, weight = Fp8Product(torch.device("cuda"), torch.bfloat16), normal(256, 256, seed=5).bfloat16().cuda()
+        codes, x = product.prepare(Fp8().quantize(weight)), normal(1000, 256, seed=6).bfloat16().cuda()
+        expected = product(x, codes)
+        product.keep_rows(x, 2)
+        assert all(torch.equal(product(x, codes), expected) for _ in range(3))
+
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         path = tiny_checkpoint("qwen3", tmp_path, **sizes)

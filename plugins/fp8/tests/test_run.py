@@ -44,3 +44,26 @@ def test_power_of_two_scales_reach_the_engine(toy_run):
     other = toy_run(**FP8, train_fp8=True)
     weight = dict(other.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert not torch.equal(weight.bfloat16().float(), weight)
+
+
+def test_quantised_gradients_change_a_step_and_no_forward_pass(toy_run):
+    unified = {**FP8, "train_fp8": True, "family": "qwen3", "steps": 2}
+    plain, rounded = toy_run(**unified), toy_run(**unified, quantized_dgrad=True)
+    first, second = (run.metrics[0] for run in (plain, rounded))
+    assert first["mismatch/abs_log_prob"] == second["mismatch/abs_log_prob"]
+    assert 0 < abs(first["train/grad_norm"] / second["train/grad_norm"] - 1) < 0.1
+    weights = [dict(run.trainer.model.named_parameters()) for run in (plain, rounded)]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(*(each[name] for each in weights))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rollout_fp8": True}, r"--quantized-dgrad: it needs train.precision != bf16"),
+        ({"rollout_int4": True, "train_int4": True, "int4_group_size": 16}, r"--quantized-dgrad: int4 does not round the inputs of any linear"),
+    ],
+)
+def test_quantised_gradients_without_effect_are_refused(toy_run, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        toy_run(**options, emulate_precision=True, quantized_dgrad=True)

@@ -39,6 +39,13 @@ class Doubling(Product):
         return y if bias is None else y + bias
 
 
+class Transposing(Doubling):
+    """Multiplies gradients, too."""
+
+    def transpose(self, parts):
+        return self.prepare({name: tensor.t() for name, tensor in parts.items()})
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
@@ -133,6 +140,56 @@ def test_the_backward_pass_is_that_of_the_emulated_product(model):
     torch.testing.assert_close(y, 2 * y_plain)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("product", [None, Doubling, Transposing])
+def test_quantised_gradients_reach_the_input_of_a_layer_but_not_its_weight(model, product):
+    plain = load_model(model.name_or_path, "float32")
+    made = product and product(torch.device("cpu"), torch.float32)
+    install(model, FormatCodec(FORMAT), made, rounds_gradients=True)
+    install(plain, FormatCodec(FORMAT))
+    ours, theirs = (m.model.layers[1].mlp.down_proj for m in (model, plain))
+    for layer in (ours, theirs):
+        layer.bias = nn.Parameter(torch.ones(layer.out_features))
+    x, x_plain = (x_for(ours).requires_grad_() for _ in range(2))
+    y = ours(x)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    y.backward(gradient)
+    theirs(x_plain).backward(gradient)
+    weight = FORMAT.dequantize(FORMAT.quantize(ours.weight.detach().bfloat16()))
+    expected = FORMAT.fake_quantize_activation(gradient) @ weight
+    torch.testing.assert_close(x.grad, 2 * expected if product is Transposing else expected)
+    assert not torch.allclose(x.grad, x_plain.grad, rtol=1e-3)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
+
+
+def test_gradients_are_not_quantised_while_the_model_computes_with_plain_weights(model):
+    quantizer = install(model, FormatCodec(FORMAT), rounds_gradients=True)
+    quantizer.enabled = False
+    layer = model.model.layers[1].mlp.down_proj
+    x = x_for(layer).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(2, 5, layer.out_features) @ layer.weight)
+
+
+def test_layers_with_one_input_quantise_it_once_in_training(model, monkeypatch):
+    kept = []
+
+    class Keeping(ExactProduct):
+        def joins(self, shapes):
+            return True
+
+        def keep_rows(self, x, uses):
+            kept.append((tuple(x.shape), uses))
+
+    install(model, FormatCodec(FORMAT), Keeping(FORMAT, torch.device("cpu"), torch.float32))
+    block = model.model.layers[0].mlp
+    block(x_for(block.gate_proj))
+    assert kept == [((10, 128), 2)]
+    with torch.no_grad():
+        block(x_for(block.gate_proj))
+    assert len(kept) == 1  # the layers share a product
 
 
 def test_frozen_weights_get_no_gradient(model):
