@@ -24,7 +24,6 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_core.mismatch.probe import bare
-from miles_core.precision.products import Products
 from miles_core.precision.schedule import PLAIN
 
 if TYPE_CHECKING:
@@ -111,8 +110,8 @@ class _Chain:
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
         now = parts.precisions
         self.quantised = now.rollout != PLAIN
-        # with ``native`` both sides of a unified run multiply codes; with ``auto`` the engine alone
-        self.other_products = now.rollout != now.train or Products.from_config(run.config).wanted != "native"
+        trainer = next((side for side in parts.parity if side.backend.startswith("trainer ")), None)
+        self.other_products = now.rollout != now.train or trainer is None or trainer.products is None
         self.replayed: list[str] = []
         self.emulation = Emulation()
         self.stale = np.zeros(len(samples), bool)

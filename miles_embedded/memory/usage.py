@@ -62,6 +62,7 @@ class Training:
         images: largest number of features of images in a micro-batch; 0 without images.
         trains_tower: whether the tower is trained.
         frozen: what is kept of a frozen model; None if the model is trained.
+        quantised: bytes of the quantised values of a weight next to it, kept until it changes.
     """
 
     width: int
@@ -75,6 +76,7 @@ class Training:
     images: int = 0
     trains_tower: bool = False
     frozen: Frozen | None = None
+    quantised: int = 0
 
     def optimizer(self, weights: float, activations: float) -> float:
         """Bytes of masters and optimizer state of ``weights``, as far as they exceed ``activations``, which are gone during a step."""
@@ -150,7 +152,17 @@ def training_of(facts: Facts) -> Training:
         offload=bool(facts.value("embedded.offload_optimizer")),
         images=tokens * max(longest - answer, 0) // longest if facts.value("data.media") else 0,
         trains_tower=bool(facts.value("data.media") and facts.value("embedded.train_vision_tower")),
+        quantised=_quantised_bytes(facts),
     )
+
+
+def _quantised_bytes(facts: Facts) -> int:
+    """Bytes that the trainer keeps of a quantised weight: its dequantised values; for native products also its codes, of one byte at most, and
+    with quantised gradients those of the transposed weight."""
+    if facts.value("train.precision") in ("bf16", None):
+        return 0
+    native = facts.value("precision.quantized_product") != "emulated" and not facts.value("precision.emulated")
+    return _width(facts) + native * (1 + bool(facts.value("embedded.quantized_dgrad")))
 
 
 def _width(facts: Facts) -> int:
@@ -170,8 +182,9 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
     elif how.ranks > 1:
         reduced = 4 * BUCKET
     models, active = 2 if how.reference else 1, activations(size, how)
+    values = 0 if how.sharded or how.frozen else how.quantised * (size.parameters - size.embeddings)
     return Parts(
-        weights=models * how.width * held + gathered,
+        weights=models * (how.width * held + values) + gathered,
         gradients=4 * trained + reduced,
         optimizer=how.optimizer(trained, active),
         activations=active,

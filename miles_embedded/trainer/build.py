@@ -29,7 +29,7 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """Make the trainer of ``--trainer embedded``."""
     config = run.config_of(policy)
     check_free_memory(run, config, "trainer")
-    precision = TrainedPrecision(run, policy)
+    precision = TrainedPrecision(run, policy, current_world().size)
     trains = policy.learns and steps_follow(config)
 
     def build(role: str) -> nn.Module:

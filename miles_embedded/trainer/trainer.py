@@ -355,7 +355,7 @@ class EmbeddedTrainer(Trainer):
         precision, shapes = self.precision, linear_shapes(self.model)
         if precision is not None and precision.rounds_gradients:
             shapes += [(k, n) for n, k in shapes]  # gradients are multiplied by transposed weights
-        return FormatItself(format, None if precision is None else precision.products.of(format, self.model), shapes)
+        return FormatItself(format, None if precision is None else precision.product_of(self.model), shapes)
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)

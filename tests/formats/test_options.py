@@ -34,6 +34,7 @@ def run(rollout="bf16", train="bf16", checkpoint=None, **precision):
         rollout=SimpleNamespace(precision=rollout),
         train=SimpleNamespace(precision=train, emulate_precision=False),
         precision=Precision(**precision),
+        embedded=SimpleNamespace(quantized_dgrad=False),
         plugin=lambda name: ("lm_head",),
     )
     hooks = SimpleNamespace(format={"halves": Halves}.__getitem__, make=lambda kind, name, **given: codec_for(**given))

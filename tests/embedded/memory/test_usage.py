@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,23 @@ def test_bytes_of_an_optimizer_and_of_an_engine_s_weights_can_be_set(checkpoint)
     (state, weights), (less, fewer) = parts(), parts(optimizer_state_bytes=2, embedded_engine_weight_bytes=1)
     inside = SIZE.parameters - SIZE.embeddings
     assert state - less == pytest.approx(6 / 12 * state) and weights - fewer == inside
+
+
+@pytest.mark.parametrize(
+    ("given", "each"),
+    [
+        ({"rollout_fp8": True}, 0),
+        ({"rollout_fp8": True, "train_fp8": True}, 3),
+        ({"rollout_fp8": True, "train_fp8": True, "quantized_dgrad": True}, 4),
+        ({"rollout_fp8": True, "train_fp8": True, "quantized_product": "emulated"}, 2),
+        ({"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}, 2),
+    ],
+)
+def test_a_trainer_keeps_quantised_values_next_to_its_weights(checkpoint, given, each):
+    facts = Facts(plan(["fp8"], hf_checkpoint=checkpoint("qwen3-4b"), facts=["hardware=H200"], **given).facts)
+    how = training_of(facts)
+    more = trainer_parts(SIZE, how).weights - trainer_parts(SIZE, replace(how, quantised=0)).weights
+    assert more == each * (SIZE.parameters - SIZE.embeddings)
 
 
 @pytest.mark.parametrize(
