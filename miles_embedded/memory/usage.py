@@ -62,7 +62,7 @@ class Training:
         images: largest number of features of images in a micro-batch; 0 without images.
         trains_tower: whether the tower is trained.
         frozen: what is kept of a frozen model; None if the model is trained.
-        quantised: bytes of the quantised values of a weight next to it, kept until it changes.
+        quantised: bytes of a weight's dequantised values, and for native products of its codes and those of the transposed weight.
     """
 
     width: int
@@ -157,8 +157,6 @@ def training_of(facts: Facts) -> Training:
 
 
 def _quantised_bytes(facts: Facts) -> int:
-    """Bytes that the trainer keeps of a quantised weight: its dequantised values; for native products also its codes, of one byte at most, and
-    with quantised gradients those of the transposed weight."""
     if facts.value("train.precision") in ("bf16", None):
         return 0
     native = facts.value("precision.quantized_product") != "emulated" and not facts.value("precision.emulated")

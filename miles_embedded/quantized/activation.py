@@ -160,8 +160,10 @@ class RoundedInputs(Rounding):
     def remove(self) -> None:
         """Restore the model's original forward."""
         detach_readers(self._computing)
-        for layer in (*self.layers.values(), *self._rounding):
+        for layer in self.layers.values():
             layer.remove()
+        for emulated in self._rounding:
+            emulated.remove()
         for experts in dict.fromkeys(self.experts.values()):
             experts.restore()
         self.layers, self.experts = {}, {}

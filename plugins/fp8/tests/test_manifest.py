@@ -42,8 +42,8 @@ def test_a_recipe_that_nobody_has_is_one_sentence(plan):
 @pytest.mark.parametrize(
     ("facts", "options", "cost"),
     [
-        (["gpu=A100"], {"device": "cuda"}, "measured on H200, training took 1.05 times"),
-        (["gpu=H100"], {"device": "cuda"}, "measured on H200, training took 1.05 times"),
+        (["gpu=A100"], {"device": "cuda"}, "measured on H200, training took 1.02 times"),
+        (["gpu=H100"], {"device": "cuda"}, "measured on H200, training took 1.02 times"),
         (["gpu=H100"], {"device": "cpu"}, "measured on one CPU thread, a step took 1.23 times"),
         (["gpu=none"], {}, "measured on one CPU thread, a step took 1.23 times"),
     ],
