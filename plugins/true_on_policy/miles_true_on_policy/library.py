@@ -2,12 +2,13 @@
 
 cuBLAS is faster than ``kernels``, but it chooses an algorithm by the shape, and some of them divide the inner dimension. For a fixed shape it always
 chooses the same one. A product is therefore divided into pieces of ``SIZES`` rows, and each size is compared with the kernel once for each
-weight shape, when the model is built (``compare``). Sizes at which any entry differs, and shapes that were not compared, are computed by the
-kernel. Every result is therefore identical to the kernel's.
+weight shape, when the model is built (``compare``). A size at which any entry differs is not used, and the kernel computes products of shapes
+that were not compared. Every result is therefore identical to the kernel's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +18,12 @@ from torch.nn.functional import pad
 
 from miles_true_on_policy.kernels import compute_product
 
-#: Rows of a piece. Below ``_FULL``, the last piece is padded to the next size.
+#: Rows of a piece.
 SIZES = (16, 32, 48, *range(64, 513, 64), *range(1024, 16385, 512))
-_FULL = 512
+#: Rows by which a piece may exceed a product.
+_PADDED = 64
+#: Most pieces of a product. The kernel is as fast as many small ones.
+_PIECES = 16
 #: Largest number of entries of a product that is compared.
 _MOST = 1 << 28
 #: (columns, inner, dtype, device) -> compared size -> whether its product has the kernel's bits.
@@ -40,10 +44,12 @@ def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) 
     sizes = [size for size in SIZES if size * columns <= _MOST]
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
-    x = torch.randn(max(sizes, default=0), inner, generator=generator, device=device).to(dtype)
+    x = torch.randn(max(sizes, default=0) + 1, inner, generator=generator, device=device).to(dtype)
+    expected = compute_product(x[None], weight.t()[None])[0]
     for size in sizes:
-        expected = compute_product(x[None, :size], weight.t()[None])[0]
-        found[size] = torch.equal(torch.mm(x[:size], weight.t()), expected)
+        # a piece may begin at any row, so its memory may be aligned to the size of a row only
+        parts = (slice(first, first + size) for first in (0, 1))
+        found[size] = all(torch.equal(torch.mm(x[part], weight.t()), expected[part]) for part in parts)
     _plan.cache_clear()
     return found
 
@@ -54,32 +60,34 @@ def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@cache
-def divide(rows: int, largest: int = SIZES[-1]) -> tuple[tuple[int, int], ...]:
-    """Divide rows into pieces of at most ``largest``: (rows, size) of each, the size at least its rows."""
-    pieces, sizes = [], [size for size in SIZES if size <= largest]
-    while rows >= _FULL:
-        size = max(size for size in sizes if size <= rows)
-        pieces.append((size, size))
-        rows -= size
-    if rows:
-        pieces.append((rows, min(size for size in sizes if size >= rows)))
+def divide(rows: int, sizes: Sequence[int] = SIZES) -> tuple[tuple[int, int], ...]:
+    """Divide rows into pieces: (first row, size) of each.
+
+    One piece of slightly more rows, which are padded, if there is such a size: in decoding, every piece reads the weight once. Otherwise the last
+    piece overlaps the one before it, whose results it repeats.
+    """
+    above = min((size for size in sizes if size >= rows), default=0)
+    fitting = [size for size in sizes if size <= rows]
+    if above and (above - rows < _PADDED or not fitting):
+        return ((0, above),)
+    size = max(fitting)
+    pieces = [(first, size) for first in range(0, rows - size + 1, size)]
+    left = rows % size
+    if left:
+        last = min(size for size in fitting if size >= left)
+        pieces.append((rows - last, last))
     return tuple(pieces)
 
 
 @cache
-def _plan(
-    rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[int, int, int, bool], ...]:
-    """First row, rows, size, and whether the library computes it, of each piece; nothing if the kernel computes the whole product."""
+def _plan(rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Return the pieces that the library computes; nothing if the kernel computes the product."""
     equal = _equal.get((columns, inner, dtype, device), {})
-    if not rows or _FULL not in equal or not any(equal.values()):
+    sizes = [size for size, same in equal.items() if same]
+    if not rows or not sizes:
         return ()
-    plan, first = [], 0
-    for count, size in divide(rows, max(equal)):
-        plan.append((first, count, size, equal[size]))
-        first += count
-    return tuple(plan)
+    pieces = divide(rows, sizes)
+    return pieces if len(pieces) <= _PIECES and pieces[0][1] - rows < _PADDED else ()
 
 
 class _Pieces(torch.autograd.Function):
@@ -91,18 +99,15 @@ class _Pieces(torch.autograd.Function):
         if not plan:
             return compute_product(x[None], weight.t()[None])[0]
         x, transposed = x.contiguous(), weight.t()
-        _, count, size, equal = plan[0]
-        if len(plan) == 1 and equal and count == size:  # not torch.mm, which mode.Invariant replaces
-            return torch.ops.aten.mm(x, transposed)
+        product = torch.ops.aten.mm  # not torch.mm, which mode.Invariant replaces
+        size = plan[0][1]
+        if size > len(x):
+            return product(pad(x, (0, 0, 0, size - len(x))), transposed)[: len(x)]
+        if len(plan) == 1:
+            return product(x, transposed)
         out = x.new_empty(len(x), len(weight))
-        for first, count, size, equal in plan:
-            part, target = x.narrow(0, first, count), out.narrow(0, first, count)
-            if not equal:
-                target.copy_(compute_product(part[None], transposed[None])[0])
-            elif count < size:
-                target.copy_(torch.ops.aten.mm(pad(part, (0, 0, 0, size - count)), transposed)[:count])
-            else:
-                torch.ops.aten.mm.out(part, transposed, out=target)
+        for first, size in plan:
+            product.out(x.narrow(0, first, size), transposed, out=out.narrow(0, first, size))
         return out
 
     @staticmethod

@@ -51,11 +51,11 @@ def test_pieces_give_the_product_whoever_computes_them(kernels, monkeypatch, row
 
     device = torch.empty(0, device=HERE).device
     x, weight = torch.randn(rows, 32, device=HERE), torch.randn(24, 32, device=HERE)
-    sizes = {size: size not in (16, 64) for size in library.SIZES if size <= library._FULL}
+    sizes = {size: size not in (16, 64) for size in library.SIZES if size <= 512}
     monkeypatch.setitem(library._equal, (24, 32, x.dtype, device), sizes)
     library._plan.cache_clear()
     plan = library._plan(rows, 24, 32, x.dtype, device)
-    assert sum(count for _, count, _, _ in plan) == rows and all(equal == sizes[size] for _, _, size, equal in plan)
+    assert all(sizes[size] for _, size in plan) and bool(plan) == (rows > 0)
     torch.testing.assert_close(library.multiply_pieces(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
     library._plan.cache_clear()
 
