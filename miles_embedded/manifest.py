@@ -278,6 +278,7 @@ class EmbeddedConfig:
         flag="--embedded-deterministic",
         help="train with PyTorch's deterministic algorithms, which are slower on a GPU: there a run that continues a checkpoint then has the bits "
         "of one that was never stopped, as it always has on a CPU",
+        only_if="trainer == embedded",
     )
     quantized_dgrad: bool = option(
         False,
@@ -285,7 +286,7 @@ class EmbeddedConfig:
         help="round gradients, too, where a quantised linear layer computes the gradient of its input (dgrad), so that tensor cores multiply "
         "codes there as well; the gradients of weights and of experts stay in the model's dtype. Linear layers of the trainer are then native "
         "with --quantized-product auto",
-        only_if="train.precision != bf16",
+        only_if="train.precision != bf16 and trainer == embedded",
     )
     offload_optimizer: bool = option(
         False,

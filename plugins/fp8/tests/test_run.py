@@ -62,6 +62,10 @@ def test_quantised_gradients_change_a_step_and_no_forward_pass(toy_run):
     [
         ({"rollout_fp8": True}, r"--quantized-dgrad: it needs train.precision != bf16"),
         (
+            {"rollout_fp8": True, "train_fp8": True, "trainer": "megatron"},
+            r"--quantized-dgrad: it needs .* trainer == embedded",
+        ),
+        (
             {"rollout_int4": True, "train_int4": True, "int4_group_size": 16},
             r"--quantized-dgrad: int4 does not round the inputs of any linear",
         ),
