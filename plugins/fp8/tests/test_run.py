@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from miles_core.plugin import ConfigError
+from miles_testing import plan
 
 FP8 = {"rollout_fp8": True, "emulate_precision": True}
 
@@ -62,10 +63,6 @@ def test_quantised_gradients_change_a_step_and_no_forward_pass(toy_run):
     [
         ({"rollout_fp8": True}, r"--quantized-dgrad: it needs train.precision != bf16"),
         (
-            {"rollout_fp8": True, "train_fp8": True, "trainer": "megatron"},
-            r"--quantized-dgrad: it needs .* trainer == embedded",
-        ),
-        (
             {"rollout_int4": True, "train_int4": True, "int4_group_size": 16},
             r"--quantized-dgrad: int4 does not round the inputs of any linear",
         ),
@@ -74,3 +71,10 @@ def test_quantised_gradients_change_a_step_and_no_forward_pass(toy_run):
 def test_quantised_gradients_without_effect_are_refused(toy_run, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         toy_run(**options, emulate_precision=True, quantized_dgrad=True)
+
+
+def test_quantised_gradients_are_the_embedded_trainers():
+    options = {"rollout_fp8": True, "train_fp8": True, "quantized_dgrad": True, "device": "cuda", "trainer": "megatron"}
+    options |= {"family": "qwen3", "sizes": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}}
+    with pytest.raises(ConfigError, match=r"--quantized-dgrad: it needs .* trainer == embedded"):
+        plan(["fp8"], ["hardware=H200"], **options)
