@@ -2,13 +2,14 @@
 
 The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
 so that both sides compute with the same codes. It quantises the BF16 model copy: a weight in another dtype is first rounded to
-BF16, on every side. Weights are encoded again at every sync; no state is kept between syncs.
+BF16, on every side. Weights are encoded again at every sync. Between syncs, only the places of weights and
+codes may be kept (``repeat``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -21,6 +22,7 @@ from miles_core.precision.codec import COPY, Codec, Room, Shape, plain
 from miles_core.precision.format import Format, Parts, Stored, part_name
 from miles_formats.finite import Finite
 from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
+from miles_formats.repeated import RepeatedEncoding, suffixes_of
 from miles_formats.selector import Selector
 
 log = logging.getLogger(__name__)
@@ -162,6 +164,13 @@ class FormatCodec(Codec):
         if rest:
             yield WeightUnit(rest, unit.lasting)
 
+    def repeat(self, units: Sequence[WeightUnit], encoded: Sequence[Encoded]) -> Callable[[], Iterator[Encoded]] | None:
+        """See ``Codec.repeat``; None for formats with coupled weights."""
+        if type(self) is not FormatCodec or self.format.couple:
+            return None
+        weights = {name: tensor for unit in units for part in self.parts(unit) for name, tensor in part.tensors.items()}
+        return RepeatedEncoding(self.format, weights, encoded)
+
     def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order. Each is first rounded to BF16; coupled weights share their statistics."""
         finite = Finite(all_stay=True)
@@ -241,21 +250,16 @@ class FormatCodec(Codec):
     def decode(self, encoded: Encoded) -> Tensor:
         if encoded.format != self.format.name:
             return super().decode(encoded)
-        return self.format.dequantize(_suffixes(encoded))
+        return self.format.dequantize(suffixes_of(encoded))
 
     def decode_all(self, encoded: Sequence[Encoded], outs: Sequence[Tensor]) -> None:
         """Decode tensors of this codec to ``outs``, in as few kernel launches as the format allows."""
         quantized = [(each, out) for each, out in zip(encoded, outs, strict=True) if each.format]
         if quantized:
-            self.format.dequantize_all([_suffixes(each) for each, _ in quantized], [out for _, out in quantized])
+            self.format.dequantize_all([suffixes_of(each) for each, _ in quantized], [out for _, out in quantized])
         for each, out in zip(encoded, outs, strict=True):
             if not each.format:
                 out.copy_(each.parts[each.name])
-
-
-def _suffixes(encoded: Encoded) -> Parts:
-    """Return the parts of an encoded weight by suffix."""
-    return {part.rpartition(".")[2]: tensor for part, tensor in encoded.parts.items()}
 
 
 def name_parts(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:

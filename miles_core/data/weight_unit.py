@@ -45,14 +45,16 @@ class WeightUnit:
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
     (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
-    as for ``WeightUnit``. Copy parts with ``copy(to, part)`` instead of ``to.copy_(part)``: it may verify received data in the same pass.
-    The data is in ``to`` once the stream has been read to its end."""
+    as for ``WeightUnit``; the codes of a lasting weight change only with the next sync. Copy parts with ``copy(to, part)`` instead of ``to.copy_(part)``: it may verify received data in the same pass.
+    The data is in ``to`` once the stream has been read to its end. ``source`` is the trainer's weight if these codes were written by a repeated
+    encoding (``Codec.repeat``)."""
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)
     format: str = ""
     lasting: bool = False
     copy: Callable[[Tensor, Tensor], object] = field(default=Tensor.copy_, repr=False, compare=False)
+    source: Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def nbytes(self) -> int:
