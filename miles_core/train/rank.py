@@ -24,7 +24,6 @@ from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
