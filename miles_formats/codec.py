@@ -22,7 +22,7 @@ from miles_core.precision.codec import COPY, Codec, Room, Shape, plain
 from miles_core.precision.format import Format, Parts, Stored, part_name
 from miles_formats.finite import Finite
 from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
-from miles_formats.repeated import RepeatedEncoding, suffixes_of
+from miles_formats.repeated import RepeatedEncoding
 from miles_formats.selector import Selector
 
 log = logging.getLogger(__name__)
@@ -250,16 +250,21 @@ class FormatCodec(Codec):
     def decode(self, encoded: Encoded) -> Tensor:
         if encoded.format != self.format.name:
             return super().decode(encoded)
-        return self.format.dequantize(suffixes_of(encoded))
+        return self.format.dequantize(_suffixes(encoded))
 
     def decode_all(self, encoded: Sequence[Encoded], outs: Sequence[Tensor]) -> None:
         """Decode tensors of this codec to ``outs``, in as few kernel launches as the format allows."""
         quantized = [(each, out) for each, out in zip(encoded, outs, strict=True) if each.format]
         if quantized:
-            self.format.dequantize_all([suffixes_of(each) for each, _ in quantized], [out for _, out in quantized])
+            self.format.dequantize_all([_suffixes(each) for each, _ in quantized], [out for _, out in quantized])
         for each, out in zip(encoded, outs, strict=True):
             if not each.format:
                 out.copy_(each.parts[each.name])
+
+
+def _suffixes(encoded: Encoded) -> Parts:
+    """Return the parts of an encoded weight by suffix."""
+    return {part.rpartition(".")[2]: tensor for part, tensor in encoded.parts.items()}
 
 
 def name_parts(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:

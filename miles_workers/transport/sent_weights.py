@@ -103,25 +103,28 @@ class SentWeights:
         self._version: int | None = None
         self._count = self._nbytes = self._tensors = 0
         self._period = 1
-        self._repeated: dict[str, ReferenceType[Encoded]] = {}
+        self._repeated: tuple[ReferenceType[Encoded], int] | None = None
         self._again: list[_Again] = []
         self._again_nbytes = 0
 
     def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]:
         """Yield ``units`` unchanged, and compute the checksums of those that are compared in this sync. A stream that is never read, as
         that of a version that was staged before, leaves the checksums as they are."""
+        all_again: bool | None = None
         for number, unit in enumerate(units):
             if number == 0:
                 self._begin(version)
             self._nbytes += unit.nbytes
             self._tensors += 1
+            if all_again is None and unit.source is not None:
+                all_again = self._is_first(unit, version)
             turn = _number(unit.name) + self._count
-            if unit.source is not None:
-                self._watch_repeated(unit, turn)
-            elif turn % self._period == 0:
+            if unit.source is not None and (all_again or turn % self._period == 0):
+                self._add_again(unit, all_again or turn % (PERIOD * self._period) == 0)
+            elif unit.source is None and turn % self._period == 0:
                 self._add(unit)
             yield unit
-        self._add_repeated()
+        self._compute_again()
         self._sums.launch()
 
     def checksums(self) -> dict[str, int]:
@@ -150,26 +153,26 @@ class SentWeights:
             # decoded or converted values are in memory of their own
             self._sums.add(unit.name, value, stays=bool(unit.format) or unit.lasting or value is not held)
 
-    def _watch_repeated(self, unit: Encoded, turn: int) -> None:
-        """Compare a weight whose codes a repeated encoding wrote, if it is its turn. That encoding is checked, too: it is recorded once, and would
-        otherwise be compared with itself. All are checked when they are repeated for the first time, then a part of those compared."""
-        known = self._repeated.get(unit.name)
-        new = known is None or known() is not unit
-        if not new and turn % self._period:
-            return
+    def _is_first(self, unit: Encoded, version: int) -> bool:
+        """Whether ``version`` is the first one of a repeated encoding, whose first unit is ``unit``."""
+        known = self._repeated and self._repeated[0]()
+        if self._repeated is None or known is not unit:
+            self._repeated = ref(unit), version
+        return self._repeated[1] == version
+
+    def _add_again(self, unit: Encoded, checked: bool) -> None:
+        """Add a weight whose codes a repeated encoding wrote. checked: encode it again to check that."""
         dtype, source = self._find_dtype(unit.name), unit.source
-        if new:
-            self._repeated[unit.name] = ref(unit)
         if dtype is None or source is None:
             return
         value = torch.empty(source.shape, dtype=dtype, device=source.device)
-        self._again.append(_Again(unit, value, checked=new or turn % (PERIOD * self._period) == 0))
+        self._again.append(_Again(unit, value, checked))
         self._again_nbytes += value.nbytes
         if self._again_nbytes >= _TOGETHER:
-            self._add_repeated()
+            self._compute_again()
 
     @torch.no_grad()
-    def _add_repeated(self) -> None:
+    def _compute_again(self) -> None:
         """Add the values of all waiting units of a repeated encoding, decoded together."""
         waiting, self._again, self._again_nbytes = self._again, [], 0
         checked = (WeightUnit({each.unit.name: each.unit.source}, True) for each in waiting if each.checked)  # type: ignore[dict-item]
