@@ -251,7 +251,7 @@ def prepare_alike(
     weights: list[Tensor], codes: list[Tensor], scales: list[Tensor], power_of_two: bool
 ) -> list[Callable[[], None]]:
     """Return the launches of ``quantize_alike``, for any stream, which read the addresses of these tensors now. The caller keeps the tensors."""
-    launches = []
+    launches: list[Callable[[], None]] = []
     for at in range(0, len(weights), MOST):
         part = slice(at, at + MOST)
         table = torch.tensor(_places(weights[part], codes[part], scales[part]), dtype=torch.int64)
