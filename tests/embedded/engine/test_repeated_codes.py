@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from miles_core.config.load import load
 from miles_core.errors import MilesError
 from miles_core.precision.products import Products
 from miles_core.sync.push import CopyTransport
@@ -17,6 +18,7 @@ from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import encoded_views
 from miles_formats import FormatCodec
+from miles_formats.convert.installed import format_class, providers
 from miles_fp8.format import Fp8
 from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
@@ -47,9 +49,8 @@ class Copied(Native):
 class Engine:
     """An engine in this process; counts updates that were loaded tensor by tensor."""
 
-    def __init__(self, checkpoint, products, skip=()):
-        self.products = products
-        self.codec = FormatCodec(Fp8(skip=skip))
+    def __init__(self, checkpoint, products, format):
+        self.codec = FormatCodec(format)
         self.weights = Weights(load_model(checkpoint, "float32"), self.codec, products)
         self.loaded = []
         load = self.weights.load
@@ -73,11 +74,11 @@ class Engine:
 
 
 class Sides:
-    def __init__(self, checkpoint, products, skip=(), dtype="bfloat16"):
-        self.checkpoint, self.skip, self.products = checkpoint, skip, products
-        self.trainer, self.engine = load_model(checkpoint, dtype), Engine(checkpoint, products, skip)
+    def __init__(self, checkpoint, products, format=None, dtype="bfloat16"):
+        self.checkpoint, self.format, self.products = checkpoint, format or Fp8(), products
+        self.trainer, self.engine = load_model(checkpoint, dtype), Engine(checkpoint, products, self.format)
         self.stream, self.transport, self.version = WeightStream(), CopyTransport(self.engine), -1
-        self.codec = FormatCodec(Fp8(skip=skip))
+        self.codec = FormatCodec(self.format)
         encoded_views(self.trainer, self.codec)
 
     def memory(self):
@@ -95,7 +96,7 @@ class Sides:
 
     def check(self):
         """Compare the engine with a new one that receives the same weights, tensor by tensor."""
-        other = Engine(self.checkpoint, self.products, self.skip)
+        other = Engine(self.checkpoint, self.products, self.format)
         asyncio.run(CopyTransport(other).send(self.codec.encode(export(self.trainer)), 0))
         found, expected = self.engine.bytes(), other.bytes()
         assert found.keys() == expected.keys()
@@ -124,12 +125,23 @@ def test_repeated_syncs_give_the_codes_and_values_of_a_new_engine(checkpoints, f
 
 
 def test_a_trainer_in_float32_and_skipped_layers(checkpoints):
-    sides = Sides(checkpoints["qwen3_moe"], Native(), skip=("self_attn.k_proj", "layers.0.mlp"), dtype="float32")
+    sides = Sides(checkpoints["qwen3_moe"], Native(), Fp8(skip=("self_attn.k_proj", "layers.0.mlp")), "float32")
     for _ in range(5):
         sides.train()
         sides.sync()
         sides.check()
     assert sides.engine.loaded == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(providers()))
+def test_every_format(checkpoints, name):
+    format = format_class(name).from_config(load(["--rollout-precision", name]))
+    sides = Sides(checkpoints["qwen3_moe"], Products(), format)
+    for _ in range(5):
+        sides.train()
+        sides.sync()
+        sides.check()
+    assert sides.engine.loaded == ([0, 1, 2, 3, 4] if format.couple else [0, 1, 2])
 
 
 def test_codes_of_native_products_are_written_in_place(checkpoints):
