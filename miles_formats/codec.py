@@ -2,13 +2,14 @@
 
 The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
 so that both sides compute with the same codes. It quantises the BF16 model copy: a weight in another dtype is first rounded to
-BF16, on every side. Weights are encoded again at every sync; no state is kept between syncs.
+BF16, on every side. Weights are encoded again at every sync. Between syncs, only the places of weights and
+codes may be kept (``repeat``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -21,6 +22,7 @@ from miles_core.precision.codec import COPY, Codec, Room, Shape, plain
 from miles_core.precision.format import Format, Parts, Stored, part_name
 from miles_formats.finite import Finite
 from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
+from miles_formats.repeated import RepeatedEncoding
 from miles_formats.selector import Selector
 
 log = logging.getLogger(__name__)
@@ -161,6 +163,13 @@ class FormatCodec(Codec):
                 rest[name] = tensor
         if rest:
             yield WeightUnit(rest, unit.lasting)
+
+    def repeat(self, units: Sequence[WeightUnit], encoded: Sequence[Encoded]) -> Callable[[], Iterator[Encoded]] | None:
+        """See ``Codec.repeat``; None for formats with coupled weights."""
+        if type(self) is not FormatCodec or self.format.couple:
+            return None
+        weights = {name: tensor for unit in units for part in self.parts(unit) for name, tensor in part.tensors.items()}
+        return RepeatedEncoding(self.format, weights, encoded)
 
     def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order. Each is first rounded to BF16; coupled weights share their statistics."""

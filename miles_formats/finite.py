@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,11 +45,15 @@ class Finite:
         together = torch.cat(shows if alike else [each.flatten() for each in shows])  # type: ignore[arg-type]
         self._add(dict(zip(names, weights, strict=True)), together, stay)
 
+    def add_shown(self, weights: Mapping[str, Tensor], shows: Tensor) -> None:
+        """Add weights of one device whose memory stays valid, with all their smaller tensors in one."""
+        self._add(weights, shows, stay=True)
+
     def add_stack(self, names: Sequence[str], weights: Tensor, shows: Tensor) -> None:
         """Add weights [count, ...] whose memory stays valid; ``shows`` [count, ...] are their smaller tensors."""
         self._add(dict(zip(names, weights.unbind(0), strict=True)), shows, stay=True)
 
-    def _add(self, weights: dict[str, Tensor], shows: Tensor, stay: bool) -> None:
+    def _add(self, weights: Mapping[str, Tensor], shows: Tensor, stay: bool) -> None:
         if self._waiting and self._device != shows.device:
             self.look()
         self._device = shows.device

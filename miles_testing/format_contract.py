@@ -282,6 +282,25 @@ class FormatContract:
             assert_same(parts, format.quantize(weight))
             assert out is None or all(parts[suffix] is tensor for suffix, tensor in out.items())
 
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_a_writer_encodes_the_current_values_to_the_same_tensors(self, device: str) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        format, (rows, columns) = self.make(), (self.rows, self.columns)
+        joined = normal(3, 2 * rows, columns).bfloat16().to(device)
+        weights = [joined[1, :rows], joined[0, rows:], joined[2, :rows].contiguous(), joined[0, :rows].float()]
+        outs = [
+            {s.suffix: torch.zeros(s.shape, dtype=s.dtype, device=device) for s in format.storage((rows, columns))}
+            for _ in weights
+        ]
+        write = format.make_writer(weights, outs)
+        for factor in (1, -3, 0.5):
+            for weight in weights:
+                weight.mul_(factor)
+            write()
+            for weight, out in zip(weights, outs, strict=True):
+                assert_same(out, format.quantize(weight))
+
     def test_coupled_weights_share_their_statistics(self) -> None:
         format = self.make()
         if not format.couple:

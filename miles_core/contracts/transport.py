@@ -43,6 +43,9 @@ class Transport(ABC):
     staging: bool = False
     #: whether the engine reads the weights from the trainer's memory; with ``--colocate`` they then stay awake
     shares: bool = False
+    #: whether the engine has copied every unit when ``send`` returns, and ``reserve`` returns the same tensors for a weight as long as the engine
+    #: keeps them. Later syncs may then send the same encoded objects with new values.
+    repeats: bool = False
 
     def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor] | None:
         """Return tensors into which the encoder writes the next weight to send, stored name -> tensor.

@@ -43,16 +43,25 @@ class WeightUnit:
 
 @dataclass
 class Encoded:
-    """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
-    (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
-    as for ``WeightUnit``. Copy parts with ``copy(to, part)`` instead of ``to.copy_(part)``: it may verify received data in the same pass.
-    The data is in ``to`` once the stream has been read to its end."""
+    """One checkpoint tensor as stored.
+
+    Copy parts with ``copy(to, part)`` instead of ``to.copy_(part)``: it may verify received data in the same pass. The data is in ``to`` once
+    the stream has been read to its end.
+
+    Attributes:
+        name: the plain name (``...q_proj.weight``).
+        parts: stored names (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) -> tensors.
+        format: a format's name, or "" for as is.
+        lasting: as for ``WeightUnit``; lasting codes change only with the next sync.
+        source: the trainer's weight, if a repeated encoding writes these codes (``Codec.repeat``).
+    """
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)
     format: str = ""
     lasting: bool = False
     copy: Callable[[Tensor, Tensor], object] = field(default=Tensor.copy_, repr=False, compare=False)
+    source: Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def nbytes(self) -> int:

@@ -70,6 +70,17 @@ class Codec:
         for unit in units:
             yield from self.encode_unit(unit)
 
+    def repeat(self, units: Sequence[WeightUnit], encoded: Sequence[Encoded]) -> Callable[[], Iterator[Encoded]] | None:
+        """Return a function that encodes the current values of ``units`` again and yields the same objects; None if the codec does not support
+        this.
+
+        Args:
+            units: lasting units of an earlier stream.
+            encoded: what ``encode`` yielded for them. The function writes to these tensors before it yields the first one. They are ``lasting``
+                from now on and have a ``source``.
+        """
+        return (lambda: iter(encoded)) if type(self) is Codec else None  # a subclass may encode in another way
+
     def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order."""
         return [Encoded(name, {name: tensor}, lasting=unit.lasting) for name, tensor in unit.tensors.items()]

@@ -12,7 +12,7 @@ copy of the weight (``Codec`` rounds other dtypes), never an FP32 master copy; a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,15 @@ class Format(ABC):
     def quantize_all(self, weights: Sequence[Tensor], outs: Sequence[Parts | None]) -> list[Parts]:
         """Call ``quantize`` for several weights with their ``out``. A format that can process them in one launch overrides this."""
         return [self.quantize(weight, out=out) for weight, out in zip(weights, outs, strict=True)]
+
+    def make_writer(self, weights: Sequence[Tensor], outs: Sequence[Parts]) -> Callable[[], None]:
+        """Return a function that writes ``quantize`` of the weights' current values to ``outs``, once per weight sync. All tensors stay in their
+        memory. A format that can prepare its kernel launches overrides this."""
+
+        def write() -> None:
+            self.quantize_all(weights, outs)
+
+        return write
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:

@@ -48,7 +48,8 @@ class Product(ABC):
 
     def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Convert the result of ``prepare`` for a weight [N, K] back to ``Format.storage``, as views or copies. None if the layout cannot be
-        converted back: an engine then keeps the decoded weight as well."""
+        converted back: an engine then keeps the decoded weight as well. If all results are views, the codes of a new weight may be written to
+        them instead of being prepared."""
         return None
 
     def transpose(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

@@ -101,6 +101,8 @@ async def switch_when_due(run: Run, parts: PolicyParts) -> None:
 class CopyTransport(Transport):
     """Passes the stream to an engine in this process, which copies it to its own weights."""
 
+    repeats = True
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

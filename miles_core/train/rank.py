@@ -6,9 +6,8 @@ Each training process holds one rank. The driver calls the same methods in the s
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -25,10 +24,10 @@ from miles_core.data.sample import Sample
 from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
+from miles_core.sync.stream import WeightStream
 from miles_core.train.learner import Learner
 
 
@@ -38,15 +37,6 @@ class SentWeights(Protocol):
     def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]: ...
 
     def checksums(self) -> dict[str, int]: ...
-
-
-@dataclass(frozen=True)
-class _PlainStream:
-    """A stream of tensors as they are in memory of the trainer that stays (``Trainer.find_memory``). As long as it stays, later syncs send the
-    same objects, and an engine in this process copies them again without looking up each of thousands of tensors."""
-
-    memory: Hashable
-    tensors: list[Encoded]
 
 
 class Rank(Learner):
@@ -63,7 +53,7 @@ class Rank(Learner):
         self._transport: Transport | None = None
         self._saving: Saving | None = None
         self._sent: SentWeights | None = None
-        self._plain: _PlainStream | None = None
+        self._stream = WeightStream()
 
     @property
     def world(self) -> World:
@@ -132,6 +122,7 @@ class Rank(Learner):
             self.trainer.rebuild(due.train)
         self.precisions = due
         self.codec = make_codec(self.run, self.policy, due.rollout)
+        self._stream.clear()
         self._watch_weights()
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
@@ -179,25 +170,12 @@ class Rank(Learner):
     def _weights(self, transport: Transport, version: int) -> Iterator[tuple[Iterator[WeightUnit], Iterator[Encoded]]]:
         """Context with two iterators over the weights of one sync: the trainer's units, and their encoded tensors. Read only one of them."""
         wrappers = self.weight_wrappers("sync")
-        memory = self.trainer.find_memory() if type(self.codec) is Codec and not wrappers else None
+        # with --colocate, the engine frees its memory between syncs, also that of codes which a kept stream would refer to
+        moves = self.run.config.run.colocate and self.codec.format is not None
+        memory = None if wrappers or moves else self.trainer.find_memory()
         with closing(self.units("sync", wrappers=wrappers)) as units:
-            known, self._plain = self._plain, None
-            if memory is None:
-                encoded = self.codec.encode(units, transport.reserve)
-            elif known is not None and known.memory == memory:
-                self._plain, encoded = known, iter(known.tensors)
-            else:
-                encoded = self._keep(self.codec.encode(units), memory)
+            encoded = self._stream.encode(units, self.codec, transport, memory)
             yield units, encoded if self._sent is None else self._sent.watch(encoded, version)
-
-    def _keep(self, encoded: Iterator[Encoded], memory: Hashable) -> Iterator[Encoded]:
-        """Yield a stream, and keep it for later syncs if all its tensors are in memory that stays."""
-        tensors = []
-        for each in encoded:
-            tensors.append(each)
-            yield each
-        if all(each.lasting for each in tensors):
-            self._plain = _PlainStream(memory, tensors)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""
@@ -215,6 +193,7 @@ class Rank(Learner):
         self.trainer.close()
 
     def _close_transport(self) -> None:
+        self._stream.clear()
         if self._transport is not None:
             self._transport.close()
 

@@ -18,6 +18,7 @@ from miles_embedded.model.released import Released
 from miles_embedded.model.storage import codes_of, constant_tensors, is_constant, local_shard
 from miles_embedded.model.views import Loader
 from miles_embedded.quantized.activation import RoundedInputs
+from miles_embedded.quantized.repeated_codes import RepeatedCodes
 from miles_workers.transport.arrivals import Arrival, Arrivals
 from miles_workers.transport.sent_weights import Checksums
 
@@ -96,7 +97,7 @@ class Weights:
             shard = local_shard(parameter)
             if shard.sharded or (is_constant(parameter) and codes_of(parameter) is not None):
                 continue
-            codes = self.inputs.find_codes(view.name, view.size[0]) if view.size else None
+            codes = self.inputs.find_codes(view.name)
             if codes is None:
                 sums.add(name, view.of(shard.tensor), stays=True)
             else:
@@ -164,9 +165,12 @@ class Weights:
         last = self._last
         if last is None or share or not last.is_current():
             return self.load(units, version, share)
+        if last.encoded:
+            self.complete = False  # the sender may write codes in place while it is read, and fail
         different = last.find_difference(iter(units))
         if different is not None:
             return self.load(different, version)
+        self.complete = False
         last.copy()
         self.serve(version)
         return last.nbytes
@@ -186,8 +190,13 @@ class Weights:
         update.take(self.inputs.take_each(units) if native else units)
         copied = update.finish()
         self.serve(version)
-        self._last = None if native or share else update.repeat()
+        self._last = None if share else self._find_repeat(update)
         return copied
+
+    def _find_repeat(self, update: Update) -> RepeatedUpdate | None:
+        """Return a finished update for later ones, if all its tensors last."""
+        codes = RepeatedCodes(self.inputs, update.units) if self.inputs.layers or self.inputs.experts else None
+        return update.repeat(self.codec.decode_all, codes)
 
     def serve(self, version: int) -> None:
         """Mark the weights as complete with this version."""

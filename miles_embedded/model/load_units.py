@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +78,10 @@ class SharingLoader(Loader):
                 self.launched.append((targets, tensors))
         self._lasting = {}
 
-    def put(self, name: str, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        """See ``Loader.put``."""
-        self.launched = None
-        super().put(name, tensor, copy)
+    def find_target(self, name: str) -> Tensor | None:
+        """Return the part of the model's memory that a checkpoint tensor is loaded to; None if the model has codes instead."""
+        view, home = self.locate(name)
+        return None if codes_of(home) is not None else self._target(view)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         home = self._sources[view.source]
@@ -134,6 +136,9 @@ Copies = tuple[list[Tensor], list[Tensor]]
 #: Decodes one encoded checkpoint tensor.
 Decode = Callable[[Encoded], Tensor]
 
+#: Decodes encoded checkpoint tensors to other tensors.
+DecodeAll = Callable[[Sequence[Encoded], Sequence[Tensor]], None]
+
 
 def load_units(model: nn.Module, units: Iterable[Encoded], decode: Decode | None = None) -> int:
     """Copy a complete update into ``model``; see ``Update``. Returns the number of copied bytes."""
@@ -151,6 +156,9 @@ class Update:
         shared: see ``SharingLoader``.
         share: reference plain, lasting tensors in place instead of copying them.
 
+    Attributes:
+        units: the units with memory that lasts, so far.
+
     Raises:
         CheckpointError: an unknown name, another shape, a format without ``decode``, or missing tensors. Tensors copied before the
             error remain: the engine must not generate until an update succeeds.
@@ -161,22 +169,25 @@ class Update:
     ) -> None:
         self._model, self._loader = model, SharingLoader(model, set() if shared is None else shared)
         self._decode, self._share = decode, share
-        self._copied: list[Encoded] = []
+        self.units: list[Encoded] = []
 
     @torch.no_grad()
     def take(self, units: Iterable[Encoded]) -> None:
         """Load some of the tensors; the caller may reuse their memory afterwards unless they are shared."""
         loader = self._loader
         for unit in units:
-            if unit.format and loader.pass_over(unit.name):
+            whole = unit.copy is Tensor.copy_
+            if unit.lasting and (whole or self._share):
+                self.units.append(unit)
+            else:
                 loader.launched = None
+            if unit.format and loader.pass_over(unit.name):
                 continue  # the model has the codes, or its own constant ones
             tensor = _plain(unit, self._decode)
             if unit.format:
                 loader.put(unit.name, tensor)
-            elif unit.lasting and (self._share or unit.copy is Tensor.copy_):
+            elif unit.lasting and (self._share or whole):
                 loader.defer(unit.name, tensor)
-                self._copied.append(unit)
             else:
                 loader.put(unit.name, tensor, unit.copy)
         if not self._share:
@@ -198,12 +209,33 @@ class Update:
         self._loader.load_deferred(self._share)
         return self._loader.copied
 
-    def repeat(self) -> RepeatedUpdate | None:
-        """Return this finished update for later ones; None if it did more than copy tensors that last."""
+    def repeat(self, decode_all: DecodeAll | None = None, codes: StoredCodes | None = None) -> RepeatedUpdate | None:
+        """Return this finished update for later ones; None if it did more than load tensors that last.
+
+        Args:
+            decode_all: decodes lasting units whose ``format`` is not "".
+            codes: stores the codes of such units, where the model computes with these.
+        """
         loader = self._loader
-        if loader.launched is None or not self._copied:
+        encoded = [unit for unit in self.units if unit.format]
+        if loader.launched is None or not self.units or (encoded and decode_all is None):
             return None
-        return RepeatedUpdate(self._model, self._copied, loader.launched, loader.copied)
+        found = [(unit, loader.find_target(unit.name)) for unit in encoded]
+        decoded = [(unit, target) for unit, target in found if target is not None]
+        decode = None
+        if decode_all is not None and decoded:
+            decode = partial(decode_all, [unit for unit, _ in decoded], [target for _, target in decoded])
+        return RepeatedUpdate(self._model, self.units, loader.launched, loader.copied, decode, codes)
+
+
+class StoredCodes(Protocol):
+    """The codes of one update."""
+
+    def is_current(self) -> bool:
+        """Whether the model keeps them in the same memory as then."""
+
+    def take(self) -> None:
+        """Store the current codes."""
 
 
 class RepeatedUpdate:
@@ -215,10 +247,25 @@ class RepeatedUpdate:
         units: the units of the update.
         copies: what it copied.
         nbytes: number of bytes that it copied.
+        decode: decodes encoded units to tensors of the model.
+        codes: the codes that it stored.
+
+    Attributes:
+        encoded: whether a unit has a number format.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Encoded], copies: Sequence[Copies], nbytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Encoded],
+        copies: Sequence[Copies],
+        nbytes: int,
+        decode: Callable[[], None] | None = None,
+        codes: StoredCodes | None = None,
+    ) -> None:
         self.units, self._copies, self.nbytes = units, copies, nbytes
+        self._decode, self._codes = decode, codes
+        self.encoded = any(unit.format for unit in units)
         self._homes = [
             (module, name, tensor, tensor.data_ptr())
             for module in model.modules()
@@ -228,7 +275,7 @@ class RepeatedUpdate:
 
     def is_current(self) -> bool:
         """Whether the model's tensors are the same objects in the same memory as then."""
-        return all(
+        return (self._codes is None or self._codes.is_current()) and all(
             home.data_ptr() == place and (module._parameters.get(name) is home or module._buffers.get(name) is home)
             for module, name, home, place in self._homes
         )
@@ -247,6 +294,10 @@ class RepeatedUpdate:
         """Copy the tensors' current values."""
         for targets, tensors in self._copies:
             torch._foreach_copy_(targets, tensors)
+        if self._decode is not None:
+            self._decode()
+        if self._codes is not None:
+            self._codes.take()
 
 
 def _plain(unit: Encoded, decode: Decode | None) -> Tensor:

@@ -39,6 +39,7 @@ from miles_embedded.quantized.emulated import EmulatedLinear
 from miles_embedded.quantized.experts import NativeExperts, takes_experts
 from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.linear import NativeLinear, join_codes
+from miles_embedded.quantized.linear_rooms import LinearRooms
 from miles_embedded.quantized.rounding import Rounding
 from miles_embedded.quantized.row_codes import attach_readers, detach_readers
 from miles_embedded.quantized.shared_rounding import SharedRounding, share_roundings
@@ -78,6 +79,7 @@ class RoundedInputs(Rounding):
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
+        self._rooms = LinearRooms(self.layers)
         self._handles: list[Any] = []
         self._computing: list[nn.Module] = []
         self._emulated: dict[nn.Module, SharedRounding | None] = {}
@@ -105,27 +107,38 @@ class RoundedInputs(Rounding):
         return self.rounds_gradients and bool(self.layers or self._rounding)
 
     def take(self, encoded: Encoded) -> None:
-        """Store one tensor of a weight update as the codes of its native layer."""
+        """Store one tensor of a weight update as the codes of its native layer. Codes in the memory of ``reserve`` are not copied."""
         if encoded.name in self.layers:
-            self.layers[encoded.name].take(encoded)
+            if not self._rooms.has(encoded):
+                self.layers[encoded.name].take(encoded)
         elif encoded.name in self.experts:
             self.experts[encoded.name].take(encoded)
 
     def reserve(self, name: str) -> Parts:
-        """Return the memory for the codes of one tensor of a weight update, stored name -> tensor; {} if ``take`` copies them."""
-        return self.experts[name].reserve(name) if name in self.experts else {}
+        """Return the memory for the codes of one tensor of a weight update, stored name -> tensor; {} if ``take`` copies them. A linear layer
+        has such memory once it has codes, if its product reads them as they are stored."""
+        if name in self.experts:
+            return self.experts[name].reserve(name)
+        return self._rooms.reserve(name) if name in self.layers else {}
 
-    def find_codes(self, name: str, rows: int) -> Parts | None:
-        """Return the codes of a checkpoint tensor of so many rows that its native product reads, as the format stores them; None if it reads
+    def has(self, encoded: Encoded) -> bool:
+        """Whether the codes of this tensor are in the memory of ``reserve``, so that ``take`` does nothing."""
+        if encoded.name in self.layers:
+            return self._rooms.has(encoded)
+        return encoded.name in self.experts and self.experts[encoded.name].has(encoded)
+
+    def find_codes(self, name: str) -> Parts | None:
+        """Return the codes of a checkpoint tensor that its native product reads, as the format stores them; None if it reads
         values, or if the product cannot convert its codes back."""
         if name in self.layers:
             return self.layers[name].stored()
-        return self.experts[name].stored(name, rows) if name in self.experts else None
+        return self.experts[name].stored(name) if name in self.experts else None
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the codes of these tensors."""
         for name in names:
             if name in self.layers:
+                self._rooms.drop(name)
                 self.layers[name].drop()
             elif name in self.experts:
                 self.experts[name].drop()
@@ -167,6 +180,7 @@ class RoundedInputs(Rounding):
         for experts in dict.fromkeys(self.experts.values()):
             experts.restore()
         self.layers, self.experts = {}, {}
+        self._rooms = LinearRooms(self.layers)
         for handle in self._handles:
             handle.remove()
         for module, before in self._experts.items():

@@ -88,6 +88,11 @@ class NativeExperts:
             for weight in self.weights.values():
                 weight.free()
 
+    def has(self, encoded: Encoded) -> bool:
+        """Whether the parts of a checkpoint tensor are the memory of ``reserve``."""
+        room = self._rooms.get(encoded.name)
+        return room is not None and all(encoded.parts.get(part) is tensor for part, tensor in room.items())
+
     def reserve(self, name: str) -> Parts:
         """Return the memory for the codes of one checkpoint tensor, stored name -> tensor."""
         if not self.codes:
@@ -118,17 +123,11 @@ class NativeExperts:
         self.format.dequantize_all(experts, list(values.unbind(0)))
         return True
 
-    def stored(self, name: str, rows: int) -> Parts | None:
-        """Return the codes of one checkpoint tensor of so many rows as the format stores them; None until all codes arrived."""
+    def stored(self, name: str) -> Parts | None:
+        """Return the codes of one checkpoint tensor as the format stores them; None until all codes arrived."""
         if not self.ready:
             return None
-        weight, expert, row = self._places[name]
-        stored = {s.suffix: s.shape[0] for s in self.format.storage((rows, self._shapes[weight][2]))}
-        parts = {}
-        for suffix, whole in self.codes[weight].items():
-            first = row * whole.shape[1] // self._shapes[weight][1]
-            parts[suffix] = whole[expert, first : first + stored[suffix]]
-        return parts
+        return {part.rpartition(".")[2]: tensor for part, tensor in self.reserve(name).items()}
 
     def drop(self) -> None:
         """Free the codes."""

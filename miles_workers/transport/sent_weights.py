@@ -7,18 +7,23 @@ case: every path from one side to the other preserves these bytes.
 Reading all weights once costs little next to a sync, which moves them. Per tensor, however, there is a fixed cost, and large models have
 ten thousands of them. A version of more than ``WHOLE`` bytes or ``MANY`` tensors is therefore compared in ``PERIOD`` parts, one per sync;
 the first sync of a connection compares everything.
+
+Codes of a repeated encoding (``Codec.repeat``) are in memory that both sides may share. The checksums of some are therefore those of weights
+that were encoded again from the trainer's memory: all of them once, later another part at each sync.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from weakref import ReferenceType, ref
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from miles_core.data.weight_unit import Encoded
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.precision.codec import Codec
 from miles_formats.gpu_kernel import runs_kernels
 from miles_workers.transport.checksum import checksum_of, checksums_of
@@ -74,6 +79,15 @@ def _number(name: str) -> int:
     return crc32(name.encode())
 
 
+@dataclass(frozen=True)
+class _Again:
+    """A unit of a repeated encoding, memory for its values, and whether they are computed from the trainer's weight instead of its codes."""
+
+    unit: Encoded
+    value: Tensor
+    checked: bool
+
+
 class SentWeights:
     """The checksums of what one rank sent last.
 
@@ -89,18 +103,28 @@ class SentWeights:
         self._version: int | None = None
         self._count = self._nbytes = self._tensors = 0
         self._period = 1
+        self._repeated: tuple[ReferenceType[Encoded], int] | None = None
+        self._again: list[_Again] = []
+        self._again_nbytes = 0
 
     def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]:
         """Yield ``units`` unchanged, and compute the checksums of those that are compared in this sync. A stream that is never read, as
         that of a version that was staged before, leaves the checksums as they are."""
+        all_again: bool | None = None
         for number, unit in enumerate(units):
             if number == 0:
                 self._begin(version)
             self._nbytes += unit.nbytes
             self._tensors += 1
-            if self._period == 1 or (_number(unit.name) + self._count) % self._period == 0:
+            if all_again is None and unit.source is not None:
+                all_again = self._is_first(unit, version)
+            turn = _number(unit.name) + self._count
+            if unit.source is not None and (all_again or turn % self._period == 0):
+                self._add_again(unit, all_again or turn % (PERIOD * self._period) == 0)
+            elif unit.source is None and turn % self._period == 0:
                 self._add(unit)
             yield unit
+        self._compute_again()
         self._sums.launch()
 
     def checksums(self) -> dict[str, int]:
@@ -112,14 +136,49 @@ class SentWeights:
             self._period = 1 if self._nbytes <= WHOLE and self._tensors <= MANY else PERIOD
             self._count += 1
         self._version, self._nbytes, self._tensors, self._sums = version, 0, 0, Checksums()
+        self._again, self._again_nbytes = [], 0
+
+    def _find_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which the engine holds a tensor; None if it is not compared."""
+        if self._dtypes is None:
+            self._dtypes = self._load_dtypes()
+        return self._dtypes.get(name)
 
     @torch.no_grad()
     def _add(self, unit: Encoded) -> None:
-        if self._dtypes is None:
-            self._dtypes = self._load_dtypes()
-        dtype = self._dtypes.get(unit.name)
+        dtype = self._find_dtype(unit.name)
         if dtype is not None:
             held = self._codec.decode(unit)
             value = held.to(dtype)
             # decoded or converted values are in memory of their own
             self._sums.add(unit.name, value, stays=bool(unit.format) or unit.lasting or value is not held)
+
+    def _is_first(self, unit: Encoded, version: int) -> bool:
+        """Whether ``version`` is the first one of a repeated encoding, whose first unit is ``unit``."""
+        known = self._repeated and self._repeated[0]()
+        if self._repeated is None or known is not unit:
+            self._repeated = ref(unit), version
+        return self._repeated[1] == version
+
+    def _add_again(self, unit: Encoded, checked: bool) -> None:
+        """Add a weight whose codes a repeated encoding wrote. checked: encode it again to check that."""
+        dtype, source = self._find_dtype(unit.name), unit.source
+        if dtype is None or source is None:
+            return
+        value = torch.empty(source.shape, dtype=dtype, device=source.device)
+        self._again.append(_Again(unit, value, checked))
+        self._again_nbytes += value.nbytes
+        if self._again_nbytes >= _TOGETHER:
+            self._compute_again()
+
+    @torch.no_grad()
+    def _compute_again(self) -> None:
+        """Add the values of all waiting units of a repeated encoding, decoded together."""
+        waiting, self._again, self._again_nbytes = self._again, [], 0
+        checked = (WeightUnit({each.unit.name: each.unit.source}, True) for each in waiting if each.checked)  # type: ignore[dict-item]
+        fresh = {each.name: each for each in self._codec.encode(checked)}
+        self._codec.decode_all(
+            [fresh.get(each.unit.name, each.unit) for each in waiting], [each.value for each in waiting]
+        )
+        for each in waiting:
+            self._sums.add(each.unit.name, each.value, stays=True)

@@ -10,6 +10,8 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.load_units import RepeatedUpdate
+from miles_formats.repeated import RepeatedEncoding
+from miles_fp8.format import Fp8
 from miles_testing.doubles import remote
 
 FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
@@ -109,6 +111,36 @@ def test_a_repeated_update_that_leaves_something_out_is_found(toy_run, monkeypat
     with pytest.raises(MismatchError, match=r"stale weights: version 1 .* compared tensors"):
         toy_run(self_check=True, lr=1e-2)
     assert max(copied) > 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_repeated_encoding_that_leaves_a_weight_out_is_found(toy_run, monkeypatch, dtype):
+    """Both sides may share the memory of codes, so the sender encodes weights once more."""
+    write, make = RepeatedEncoding._write, Fp8.make_writer
+    left_out = []
+
+    def leave_out(self, finite):
+        if self._wide:
+            left_out.append(min(self._wide))
+            del self._wide[left_out[-1]]
+        write(self, finite)
+
+    monkeypatch.setattr(Fp8, "make_writer", lambda self, weights, outs: make(self, weights[1:], outs[1:]))
+    monkeypatch.setattr(RepeatedEncoding, "_write", leave_out)
+    with pytest.raises(MismatchError, match=r"stale weights: version 2 .* 1 of \d+ compared tensors"):
+        toy_run(["fp8"], self_check=True, steps=3, **{**FP8, "lr": 1e-2, "dtype": dtype})
+    assert bool(left_out) == (dtype == "float32")
+
+
+def test_a_repeated_decoding_that_is_left_out_is_found(toy_run, monkeypatch):
+    def leave_out(self):
+        self._decode = None
+        copy(self)
+
+    copy = RepeatedUpdate.copy
+    monkeypatch.setattr(RepeatedUpdate, "copy", leave_out)
+    with pytest.raises(MismatchError, match=r"stale weights: version 3 .* compared tensors"):
+        toy_run(["fp8"], self_check=True, steps=4, **{**FP8, "lr": 1e-2})
 
 
 def test_the_self_check_can_be_turned_off(toy_run, stale, monkeypatch):

@@ -34,7 +34,7 @@ class Transport:
 @pytest.fixture
 def rank(toy_run):
     found = toy_run(steps=1).parts[0].learner.rank
-    found._transport, found._sent, found._engine, found._plain = Transport(), None, None, None
+    found._transport, found._sent, found._engine = Transport(), None, None
     return found
 
 

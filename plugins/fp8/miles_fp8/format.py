@@ -24,7 +24,7 @@ is Inf in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,15 +137,11 @@ class Fp8(Format):
         found: list[Parts | None] = [None] * len(weights)
         alike: dict[Any, list[int]] = {}
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-            if (
-                runs_kernels(weight, KERNEL_CAPABILITY)
-                and weight.dtype in READABLE
-                and weight.data_ptr() % ALIGNED == 0
-            ):
+            if _shares_launches(weight):
                 parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
                 if parts[CODES].data_ptr() % ALIGNED == 0:
                     found[i] = parts
-                    alike.setdefault((weight.dtype, weight.shape, weight.stride(), weight.device), []).append(i)
+                    alike.setdefault(_layout(weight), []).append(i)
         for group in alike.values():
             from miles_fp8 import kernels  # needs Triton
 
@@ -156,6 +152,31 @@ class Fp8(Format):
             self.quantize(weight, out=out) if parts is None else store(parts, out)
             for weight, out, parts in zip(weights, outs, found, strict=True)
         ]
+
+    def make_writer(self, weights: Sequence[Tensor], outs: Sequence[Parts]) -> Callable[[], None]:
+        """See ``Format.make_writer``; weights of the same shape, strides and dtype share one kernel launch, whose addresses are on the GPU."""
+        alike: dict[Any, list[int]] = {}
+        alone = []
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            fits = out[CODES].data_ptr() % ALIGNED == 0 and all(part.is_contiguous() for part in out.values())
+            if fits and _shares_launches(weight):
+                alike.setdefault(_layout(weight), []).append(i)
+            else:
+                alone.append((weight, out))
+        launches = []
+        for group in alike.values():
+            from miles_fp8 import kernels  # needs Triton
+
+            codes, scales = [outs[i][CODES] for i in group], [outs[i][SCALES] for i in group]
+            launches += kernels.prepare_alike([weights[i] for i in group], codes, scales, self.power_of_two_scales)
+
+        def write() -> None:
+            for launch in launches:
+                launch()
+            for weight, out in alone:
+                self.quantize(weight, out=out)
+
+        return write
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
@@ -242,6 +263,17 @@ class Fp8(Format):
             "modules_to_not_convert": list(unquantized),
         }
         return block | ({"scale_fmt": "ue8m0"} if self.power_of_two_scales else {})
+
+
+def _shares_launches(weight: Tensor) -> bool:
+    """Whether a kernel can quantise this weight together with others."""
+    readable = runs_kernels(weight, KERNEL_CAPABILITY) and weight.dtype in READABLE
+    return readable and weight.data_ptr() % ALIGNED == 0
+
+
+def _layout(weight: Tensor) -> tuple[Any, ...]:
+    """Return what weights that share a launch have in common."""
+    return weight.dtype, weight.shape, weight.stride(), weight.device
 
 
 def in_tiles(matrix: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ nearest even. Checked by ``FormatContract`` and tests/test_kernels.py.
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -23,6 +24,8 @@ WARPS = 8  # of a program that quantises a tile; with 4, too few tiles fit into 
 ROWS = 32  # rows of an activation one program reads
 #: Required alignment in bytes of memory that a program accesses 16 bytes at a time.
 ALIGNED = tl.constexpr(16)
+#: Most weights of a launch; the third dimension of a grid is limited to 65,535.
+MOST = 1 << 15
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -240,13 +243,34 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
     """Quantise several weights of the same dtype, shape and strides in one launch; weights and codes must be aligned to ``ALIGNED``.
 
     With thousands of small experts, separate launches would take longer on the host than the work on the GPU."""
-    first = weights[0]
-    rows, columns = first.shape
-    with torch.cuda.device(first.device):
-        table = _table_of(weights, codes, scales)
-        grid = (*scales[0].shape, len(weights))
-        sizes = rows, columns, *first.stride()
-        _weights[grid](table, *sizes, KINDS[first.dtype], power_of_two, TILE, num_warps=WARPS)
+    with torch.cuda.device(weights[0].device):
+        _launch(_table_of(weights, codes, scales), weights[0], tuple(scales[0].shape), len(weights), power_of_two)
+
+
+def prepare_alike(
+    weights: list[Tensor], codes: list[Tensor], scales: list[Tensor], power_of_two: bool
+) -> list[Callable[[], None]]:
+    """Return the launches of ``quantize_alike``, for any stream, which read the addresses of these tensors now. The caller keeps the tensors."""
+    launches: list[Callable[[], None]] = []
+    for at in range(0, len(weights), MOST):
+        part = slice(at, at + MOST)
+        table = torch.tensor(_places(weights[part], codes[part], scales[part]), dtype=torch.int64)
+        # the copy is complete when this returns, so that any stream may read it
+        table = table.to(weights[0].device)
+        like, tiles, count = weights[0], tuple(scales[0].shape), len(weights[part])
+        launches.append(partial(_launch_on_device, table, like, tiles, count, power_of_two))
+    return launches
+
+
+def _launch_on_device(table: Tensor, like: Tensor, tiles: tuple[int, ...], count: int, power_of_two: bool) -> None:
+    with torch.cuda.device(like.device):
+        _launch(table, like, tiles, count, power_of_two)
+
+
+def _launch(table: Tensor, like: Tensor, tiles: tuple[int, ...], count: int, power_of_two: bool) -> None:
+    """Quantise ``count`` weights with the layout of ``like``, whose addresses are in ``table``."""
+    sizes = *like.shape, *like.stride()
+    _weights[*tiles, count](table, *sizes, KINDS[like.dtype], power_of_two, TILE, num_warps=WARPS)
 
 
 def fake_quantize_weights(weights: Tensor, out: Tensor, power_of_two: bool) -> Tensor:
@@ -274,8 +298,11 @@ def dequantize_alike(codes: list[Tensor], scales: list[Tensor], outs: list[Tenso
 def _table_of(*columns: list[Tensor]) -> Tensor:
     """Return the addresses of the tensors, one row for each weight, for launches on the current stream."""
     device = columns[0][0].device
-    places = tuple(tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row)
-    return _table(places, device, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
+    return _table(_places(*columns), device, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
+
+
+def _places(*columns: list[Tensor]) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row])
 
 
 @lru_cache(1024)

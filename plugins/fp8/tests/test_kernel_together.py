@@ -27,6 +27,19 @@ for power_of_two in (False, True):
         for one, other in zip(codes + scales, alone + own):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         assert all(torch.equal(s.isfinite().all(), w.isfinite().all()) for s, w in zip(scales, weights))
+        before = [each.clone() for each in weights]
+        for kernels.MOST in (1 << 15, 2):
+            launches = kernels.prepare_alike(weights, codes, scales, power_of_two)
+            assert len(launches) == -(-len(weights) // kernels.MOST)
+            for weight, *parts in zip(weights, alone, own):
+                weight.mul_(-3)
+                kernels.quantize(weight, *parts, power_of_two)
+            for launch in launches:
+                launch()
+            for one, other in zip(codes + scales, alone + own):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for each, value in zip(weights, before):
+            each.copy_(value)
         values = torch.zeros(len(weights), 2 * rows, columns)
         kernels.dequantize_alike(codes, scales, [each[:rows] for each in values])
         for each, code, scale in zip(values, codes, scales):

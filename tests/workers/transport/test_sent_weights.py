@@ -96,3 +96,62 @@ def test_tensors_that_stay_are_summed_together(monkeypatch):
     monkeypatch.setattr(sent_weights, "runs_kernels", lambda tensor: False)
     list(plain.watch(iter(units(5)), 0))
     assert plain.checksums() == found.checksums() and list(found.checksums()) == ["w0", "w1", "w2", "w3", "w4"]
+
+
+class Doubled(Codec):
+    """Encodes weights as twice their value; counts what it encodes."""
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode_unit(self, unit):
+        self.encoded += unit.tensors
+        return [Encoded(name, {name: 2 * tensor}, "doubled") for name, tensor in unit.tensors.items()]
+
+    def decode(self, encoded):
+        return encoded.parts[encoded.name] / 2
+
+
+def repeated(count):
+    sources = {f"w{i}": torch.full((4,), float(i)) for i in range(count)}
+    return [Encoded(n, {n: 2 * t}, "doubled", lasting=True, source=t) for n, t in sources.items()]
+
+
+def test_codes_of_a_repeated_encoding_are_checked_once_and_then_in_turn(monkeypatch):
+    monkeypatch.setattr(sent_weights, "MANY", 30)
+    count, period, codec = 200, sent_weights.PERIOD, Doubled()
+    names, units = [f"w{i}" for i in range(count)], repeated(count)
+    found = SentWeights(codec, lambda: dict.fromkeys(names, torch.float32))
+    plain = [Encoded(unit.name, unit.parts, unit.format) for unit in units]
+    for version in range(2):
+        list(found.watch(iter(plain), version))
+    assert not codec.encoded and len(found.checksums()) < count / 4
+    expected = Checksums()
+    for unit in units:
+        expected.add(unit.name, unit.source)
+    for _ in range(2):  # a push that is repeated
+        codec.encoded.clear()
+        list(found.watch(iter(units), 2))
+        assert codec.encoded == names and found.checksums() == expected.read()
+    checked, compared = [], []
+    for version in range(3, 3 + period * period):
+        codec.encoded.clear()
+        list(found.watch(iter(units), version))
+        assert set(codec.encoded) <= found.checksums().keys() and len(codec.encoded) < count / 8
+        assert found.checksums().items() <= expected.read().items()
+        checked += codec.encoded
+        compared += found.checksums()
+    assert sorted(checked) == sorted(names) and sorted(compared) == sorted(period * names)
+    list(found.watch(iter(repeated(count)), 100))
+    assert list(found.checksums()) == names  # another repeated encoding
+
+
+def test_wrong_codes_of_a_repeated_encoding_differ_from_the_checksum_of_their_weight():
+    units = repeated(3)
+    units[1].parts["w1"][2] = 7
+    found = SentWeights(Doubled(), lambda: dict.fromkeys(["w0", "w1", "w2"], torch.float32))
+    list(found.watch(iter(units), 0))
+    expected = Checksums()
+    for unit in units:
+        expected.add(unit.name, unit.parts[unit.name] / 2)
+    assert [name for name, value in expected.read().items() if found.checksums()[name] != value] == ["w1"]
