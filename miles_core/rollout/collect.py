@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miles_core.contracts.schedule import Position
 from miles_core.data.batch import means
-from miles_core.data.sample import Sample, Status, number
+from miles_core.data.sample import Sample, Status, number, reward_values
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
 from miles_core.reward.reward import RewardFunction, apply_rule, score
@@ -264,7 +266,7 @@ class Scorer:
 
     def _find_usable(self, samples: list[Sample], evaluation: bool) -> list[Sample]:
         usable = [s for s in samples if s.status is not Status.FAILED]
-        return usable if evaluation or all(s.status is not Status.ABORTED for s in usable) else []
+        return usable if evaluation or Status.ABORTED not in [s.status for s in usable] else []
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
@@ -297,20 +299,19 @@ def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
     key = run.config.reward.reward_key
-    of_groups = [[s.reward_value(key) for s in group] for group in groups]
-    rewards = [reward for own in of_groups for reward in own]
+    rewards = np.array(reward_values(samples, key))
+    starts = np.cumsum([0, *filter(None, map(len, groups))])[:-1]
+    equal = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     lengths = [s.response_length for s in samples]
-    flat = [own for own in of_groups if len(set(own)) == 1]
-    high, low = max(rewards), min(rewards)
     return {
         "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/all_equal": len(flat) / len(groups),
-        "reward/max": high,
-        "reward/min": low,
+        "reward/std": float((rewards - rewards[0]).std()),  # exactly 0 if all are equal
+        "reward/all_equal": int(equal.sum()) / len(groups),
+        "reward/max": float(rewards.max()),
+        "reward/min": float(rewards.min()),
         "rollout/length_mean": statistics.fmean(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+        "rollout/truncated": [s.status for s in samples].count(Status.TRUNCATED) / len(samples),
         "rollout/samples": float(len(samples)),
         "rollout/tokens": float(sum(lengths)),
     } | reward_parts(samples, "reward")
@@ -319,8 +320,9 @@ def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, 
 def reward_parts(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
     """Return ``PREFIX/part/NAME`` for each numeric entry of dict rewards: its mean over the samples that have the entry."""
     parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.reward.items() if isinstance(sample.reward, Mapping) else ():
+    rewards = [sample.reward for sample in samples]
+    for reward in rewards if {*map(type, rewards)} != {float} else ():
+        for name, value in reward.items() if isinstance(reward, Mapping) else ():
             with suppress(DataError):
                 parts.setdefault(str(name), []).append(number(value, None))
     return {f"{prefix}/part/{name}": statistics.fmean(values) for name, values in parts.items() if values}

@@ -234,6 +234,7 @@ class Generator:
 
     async def _call_function(self, function: RolloutFunction, name: str, sample: Sample) -> list[Sample]:
         """Call a rollout function, check and complete the returned samples and count what it did; errors name the function and the sample."""
+        sample.tokens = sample.tokens[:]  # the samples of a prompt share them, and the function may change them
         client = self._client(sample)
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
         if owner := self.run.hooks.provider("generate", name):

@@ -251,7 +251,7 @@ class Prompt:
             policy=self.policy,
             media=self.media,
         )
-        return [pending.copy_pending(index) for index in self.indexes(count)]
+        return pending.copy_pending(self.indexes(count))
 
     def indexes(self, count: int) -> range:
         """Return the indexes of the ``count`` samples of this prompt."""
