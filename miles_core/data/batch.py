@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.data.column import are_columns
+from miles_core.data.column import Column, are_columns
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.media import Media
 from miles_core.data.sample import Sample
@@ -127,12 +127,11 @@ class Batch:
         """Return a batch of the samples at these positions, in that order, with all columns. Those of one run of samples are views."""
         picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
         lengths = self.lengths.index_select(0, picked)
-        runs: list[list[int]] = []
-        for start, n in zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True):
-            if runs and runs[-1][1] == start:
-                runs[-1][1] += n
-            else:
-                runs.append([start, start + n])
+        starts = self.starts.index_select(0, picked)
+        ends = starts + lengths
+        begins = torch.ones(len(picked) + 1, dtype=torch.bool, device=picked.device)  # the first sample of a run, and the end of all
+        begins[1:-1] = starts[1:] != ends[:-1]
+        runs = list(zip(starts[begins[:-1]].tolist(), ends[begins[1:]].tolist(), strict=True))
 
         # slices, since selecting rows by index takes several times as long, and advanced indexing starts all of torch's threads
         def rows(column: Any) -> Any:
@@ -227,11 +226,12 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
     A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
-    lengths = np.array([len(s.tokens) for s in samples], np.int64)
+    tokens = [s.tokens for s in samples]
+    lengths = np.array([*map(len, tokens)], np.int64)
     prompts = lengths - np.array([s.response_length for s in samples], np.int64)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())
     batch = Batch(
-        tokens=torch.from_numpy(_join([s.tokens for s in samples], "int64")),
+        tokens=torch.from_numpy(_join(tokens, "int64")),
         lengths=torch.from_numpy(lengths),
         prompt_lengths=torch.from_numpy(prompts),
         group=torch.from_numpy(np.array([s.group_index for s in samples], np.int64)),
@@ -239,17 +239,16 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
             np.array([s.index if s.rollout_id is None else s.rollout_id for s in samples], np.int64)
         ),
         index=torch.from_numpy(np.array([s.index for s in samples], np.int64)),
-        media=tuple(s.media for s in samples) if any(s.media for s in samples) else (),
+        media=tuple(s.media for s in samples) if any([s.media for s in samples]) else (),
     )
-    recorded = set(_OWN).union(*(s.fields for s in samples if s.fields))
-    if not any(s.remove_sample or s.loss_mask is not None for s in samples):
-        inside = _inside(starts + prompts, lengths - prompts, total)
-        batch.columns["loss_mask"] = torch.from_numpy(inside.astype(np.float32))
+    recorded = set(_OWN).union(*[s.fields for s in samples if s.fields])
+    if not any([s.remove_sample or s.loss_mask is not None for s in samples]):
+        batch.columns["loss_mask"] = torch.from_numpy(_fill(starts + prompts, lengths - prompts, total))
         recorded.remove("loss_mask")
     for spec in (spec for spec in (*CORE_FIELDS, *declared) if spec.name in recorded):
         own = _OWN.get(spec.name)
         values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
-        if all(v is None for v in values):
+        if all([v is None for v in values]):
             continue
         if spec.align == "sample":
             batch.scalars[spec.name] = torch.as_tensor(
@@ -276,19 +275,16 @@ def _column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -
     """Return the column [total, ...] of a field; ``first`` is the row at which each sample's values begin."""
     first, known = first[[value is not None for value in values]], [value for value in values if value is not None]
     out = np.full((total, *np.shape(known[0])[1:]), spec.pad, spec.dtype)
-    if are_columns(known):
-        out[_inside(first, np.array([len(value) for value in known], np.int64), total)] = _join(known, spec.dtype)
-    else:
-        for at, value in zip(first.tolist(), known, strict=True):
-            out[at : at + len(value)] = np.asarray(value, spec.dtype)
+    for at, value in zip(first.tolist(), known, strict=True):
+        out[at : at + len(value)] = value if type(value) is Column else np.asarray(value, spec.dtype)
     return torch.from_numpy(out)
 
 
-def _inside(first: np.ndarray, counts: np.ndarray, total: int) -> np.ndarray:
-    """Return which of ``total`` rows belong to runs of ``counts`` rows that begin at ``first``, in order."""
+def _fill(first: np.ndarray, counts: np.ndarray, total: int) -> np.ndarray:
+    """Return ``total`` rows, float32: 1 in runs of ``counts`` rows that begin at ``first``, in order, and 0 in the others."""
     borders = np.stack([first, first + counts], axis=1).ravel()
     runs = np.diff(borders, prepend=0, append=total)  # alternating parts outside and inside of them
-    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+    return np.repeat((np.arange(len(runs)) % 2).astype(np.float32), runs)
 
 
 def _ragged_column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Ragged:
@@ -311,6 +307,8 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 def expand(values: Tensor, lengths: Tensor) -> Tensor:
     """Repeat ``values [samples]`` on every token of its sample: [tokens]."""
+    if values.is_cpu and not values.requires_grad and values.dtype != torch.bfloat16:  # numpy takes a tenth of the time
+        return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
     return torch.repeat_interleave(values, lengths)
 
 

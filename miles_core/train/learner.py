@@ -105,7 +105,8 @@ class Learner:
         batch = self._batch(shard.samples)
         if self.config.trains_on_older:
             batch.columns[CURRENT] = current_tokens(shard.samples, shard.version)
-        steps = [[i for i, number in enumerate(shard.step_of) if number == n] for n in range(shard.count)]
+        step_of = np.array(shard.step_of, np.int64)
+        steps = [torch.from_numpy(np.flatnonzero(step_of == n)) for n in range(shard.count)]
         metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
             if self.is_critic:
