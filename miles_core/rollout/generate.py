@@ -75,15 +75,18 @@ class Arrivals:
 
     def add(self, awaited: Awaitable[Any]) -> asyncio.Future[Any]:
         """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
-        future = awaited if isinstance(awaited, Answer) else asyncio.ensure_future(awaited)
+        future: asyncio.Future[Any]
+        if not isinstance(awaited, Answer):
+            future = asyncio.ensure_future(awaited)
+            future.add_done_callback(self._note)
+        else:
+            future = awaited
+            if awaited.done():
+                self._note(awaited)
+            else:
+                awaited.receiver = self._note
         self._futures.append(future)
         self._open += 1
-        if not isinstance(future, Answer):
-            future.add_done_callback(self._note)
-        elif future.done():
-            self._note(future)
-        else:
-            future.receiver = self._note
         return future
 
     async def next(self) -> list[asyncio.Future[Any]]:

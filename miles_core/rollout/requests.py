@@ -136,6 +136,7 @@ class EngineRequests:
         self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
         self.policies = {policy.name: policy for policy in run.policies}
         self._partial = partial_rollout(run.config)
+        self._changed = bool(run.hooks.implemented["on_request"])
 
     def start(self, number: int, *request: Any) -> Awaitable[Response]:
         """Return the response to ``make(number, *request)``, to be awaited. Its key follows from the order of these calls."""
@@ -217,7 +218,7 @@ class EngineRequests:
             raise DataError(
                 f"sample {number} asks the policy {request.policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
             )
-        if self.run.hooks.implemented["on_request"]:
+        if self._changed:
             request = dataclasses.replace(request, tokens=request.tokens[:], extras=set(request.extras), metadata={})
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[request.policy], request=request)
         return request, engine.generate(request)
