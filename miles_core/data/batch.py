@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,20 @@ from miles_core.errors import describe
 
 #: Columns of core -> attributes of a sample.
 _OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
+#: Attributes of a sample that ``collate`` reads of each.
+_READ = attrgetter(
+    *(
+        "tokens",
+        "response_length",
+        "group_index",
+        "index",
+        "rollout_id",
+        "media",
+        "fields",
+        "loss_mask",
+        "remove_sample",
+    )
+)
 _EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -129,7 +144,9 @@ class Batch:
         lengths = self.lengths.index_select(0, picked)
         starts = self.starts.index_select(0, picked)
         ends = starts + lengths
-        begins = torch.ones(len(picked) + 1, dtype=torch.bool, device=picked.device)  # the first sample of a run, and the end of all
+        begins = torch.ones(
+            len(picked) + 1, dtype=torch.bool, device=picked.device
+        )  # the first sample of a run, and the end of all
         begins[1:-1] = starts[1:] != ends[:-1]
         runs = list(zip(starts[begins[:-1]].tolist(), ends[begins[1:]].tolist(), strict=True))
 
@@ -226,23 +243,24 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
     A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
-    tokens = [s.tokens for s in samples]
+    read = [*zip(*map(_READ, samples), strict=True)] or [()] * 9
+    tokens, responses, group, index, rollout, media, fields, masks, removed = read
     lengths = np.array([*map(len, tokens)], np.int64)
-    prompts = lengths - np.array([s.response_length for s in samples], np.int64)
+    prompts = lengths - np.array(responses, np.int64)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())
     batch = Batch(
         tokens=torch.from_numpy(_join(tokens, "int64")),
         lengths=torch.from_numpy(lengths),
         prompt_lengths=torch.from_numpy(prompts),
-        group=torch.from_numpy(np.array([s.group_index for s in samples], np.int64)),
+        group=torch.from_numpy(np.array(group, np.int64)),
         rollout=torch.from_numpy(
-            np.array([s.index if s.rollout_id is None else s.rollout_id for s in samples], np.int64)
+            np.array([n if own is None else own for n, own in zip(index, rollout, strict=True)], np.int64)
         ),
-        index=torch.from_numpy(np.array([s.index for s in samples], np.int64)),
-        media=tuple(s.media for s in samples) if any([s.media for s in samples]) else (),
+        index=torch.from_numpy(np.array(index, np.int64)),
+        media=media if any(media) else (),
     )
-    recorded = set(_OWN).union(*[s.fields for s in samples if s.fields])
-    if not any([s.remove_sample or s.loss_mask is not None for s in samples]):
+    recorded = set(_OWN).union(*filter(None, fields))
+    if not any(removed) and all([mask is None for mask in masks]):
         batch.columns["loss_mask"] = torch.from_numpy(_fill(starts + prompts, lengths - prompts, total))
         recorded.remove("loss_mask")
     for spec in (spec for spec in (*CORE_FIELDS, *declared) if spec.name in recorded):

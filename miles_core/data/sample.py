@@ -223,18 +223,19 @@ class Sample:
                     f"sample {self.index}: field {spec.name!r} ({spec.align}) has {len(value)} rows, expected {expected}"
                 )
 
-    def copy_pending(self, indexes: Iterable[int]) -> list[Sample]:
-        """Copy a sample without a response once for each number in ``indexes``. The copies share label, media and the prompt's tokens:
-        ``tokens`` is replaced, not extended, by a response."""
-        made, kind, known = list[Sample](), type(self), self.__dict__
-        chat, metadata = type(self.prompt) is not str, bool(self.metadata)
+    @classmethod
+    def make_pending(cls, indexes: Iterable[int], **known: Any) -> list[Sample]:
+        """Make one sample without a response for each number in ``indexes``, all with the attributes ``known``. They share label, media and the
+        prompt's tokens, a column: ``tokens`` is replaced, not extended, by a response."""
+        made, blank = list[Sample](), {**vars(_BLANK), **known}
+        chat, metadata = type(blank["prompt"]) is not str, bool(blank["metadata"])
         for index in indexes:
-            own = known.copy()
+            own = blank.copy()
             own["index"], own["weight_versions"], own["fields"] = index, [], {}
-            own["metadata"] = copy.deepcopy(self.metadata) if metadata else {}
+            own["metadata"] = copy.deepcopy(own["metadata"]) if metadata else {}
             if chat:
-                own["prompt"] = copy.deepcopy(self.prompt)
-            one = _new(kind)
+                own["prompt"] = copy.deepcopy(own["prompt"])
+            one = _new(cls)
             _set(one, "__dict__", own)
             made.append(one)
         return made
@@ -246,6 +247,9 @@ class Sample:
         data["status"] = Status(data.get("status", Status.PENDING))
         data["weight_versions"] = [tuple(v) for v in data.get("weight_versions", [])]
         return cls(**data)
+
+
+_BLANK = Sample()
 
 
 def rows(spec: Field, total: int, response_length: int) -> int:

@@ -60,7 +60,7 @@ class Functions:
 
     def are_single_turns(self, samples: Sequence[Sample]) -> bool:
         """Whether ``SingleTurn`` generates all of these samples."""
-        return all(type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1]))
+        return all([type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1])])
 
 
 class Arrivals:

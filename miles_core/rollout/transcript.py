@@ -277,7 +277,11 @@ def add_response(sample: Sample, response: Response, declared: Sequence[Field]) 
     prompt, generated, own = sample.tokens, response.tokens, sample.__dict__  # all of them are columns already
     own["tokens"] = whole = Column(TOKENS, prompt)
     whole.extend(generated)
-    own["response_length"], own["response"], own["rollout_log_probs"] = len(generated), response.text, response.log_probs
+    own["response_length"], own["response"], own["rollout_log_probs"] = (
+        len(generated),
+        response.text,
+        response.log_probs,
+    )
     own["status"], first = _STATUS[response.finish], len(prompt)
     own["weight_versions"] = [(first + i, version) for i, version in response.weight_versions]
     for spec in declared if response.extras else ():
