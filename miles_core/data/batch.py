@@ -34,9 +34,8 @@ from miles_core.errors import describe
 
 #: Columns of core -> attributes of a sample.
 _OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
-#: Attributes of a sample that ``collate`` reads of each.
 _READ = attrgetter(
-    *(
+    *[
         "tokens",
         "response_length",
         "group_index",
@@ -46,7 +45,7 @@ _READ = attrgetter(
         "fields",
         "loss_mask",
         "remove_sample",
-    )
+    ]
 )
 _EMPTY = torch.zeros(0, dtype=torch.int64)
 
@@ -142,13 +141,12 @@ class Batch:
         """Return a batch of the samples at these positions, in that order, with all columns. Those of one run of samples are views."""
         picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
         lengths = self.lengths.index_select(0, picked)
-        starts = self.starts.index_select(0, picked)
-        ends = starts + lengths
-        begins = torch.ones(
-            len(picked) + 1, dtype=torch.bool, device=picked.device
-        )  # the first sample of a run, and the end of all
-        begins[1:-1] = starts[1:] != ends[:-1]
-        runs = list(zip(starts[begins[:-1]].tolist(), ends[begins[1:]].tolist(), strict=True))
+        runs: list[list[int]] = []
+        for start, n in zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True):
+            if runs and runs[-1][1] == start:
+                runs[-1][1] += n
+            else:
+                runs.append([start, start + n])
 
         # slices, since selecting rows by index takes several times as long, and advanced indexing starts all of torch's threads
         def rows(column: Any) -> Any:
@@ -245,6 +243,7 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     """
     read = [*zip(*map(_READ, samples), strict=True)] or [()] * 9
     tokens, responses, group, index, rollout, media, fields, masks, removed = read
+    siblings = [n if own is None else own for n, own in zip(index, rollout, strict=True)]
     lengths = np.array([*map(len, tokens)], np.int64)
     prompts = lengths - np.array(responses, np.int64)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())
@@ -253,20 +252,18 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         lengths=torch.from_numpy(lengths),
         prompt_lengths=torch.from_numpy(prompts),
         group=torch.from_numpy(np.array(group, np.int64)),
-        rollout=torch.from_numpy(
-            np.array([n if own is None else own for n, own in zip(index, rollout, strict=True)], np.int64)
-        ),
+        rollout=torch.from_numpy(np.array(siblings, np.int64)),
         index=torch.from_numpy(np.array(index, np.int64)),
         media=media if any(media) else (),
     )
     recorded = set(_OWN).union(*filter(None, fields))
-    if not any(removed) and all([mask is None for mask in masks]):
+    if not any(removed) and all(mask is None for mask in masks):
         batch.columns["loss_mask"] = torch.from_numpy(_fill(starts + prompts, lengths - prompts, total))
         recorded.remove("loss_mask")
     for spec in (spec for spec in (*CORE_FIELDS, *declared) if spec.name in recorded):
         own = _OWN.get(spec.name)
         values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
-        if all([v is None for v in values]):
+        if all(v is None for v in values):
             continue
         if spec.align == "sample":
             batch.scalars[spec.name] = torch.as_tensor(
@@ -283,8 +280,7 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
 def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
     """Concatenate arrays and sequences of numbers; [0] if there are none."""
-    if are_columns(values):
-        # many short columns in a fraction of the time
+    if are_columns(values):  # many short columns in a fraction of the time
         return np.frombuffer(b"".join(values), values[0].typecode).astype(dtype)
     return np.concatenate([np.asarray(value, dtype) for value in values] or [np.zeros(0, dtype)])
 

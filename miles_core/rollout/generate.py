@@ -60,7 +60,7 @@ class Functions:
 
     def are_single_turns(self, samples: Sequence[Sample]) -> bool:
         """Whether ``SingleTurn`` generates all of these samples."""
-        return all([type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1])])
+        return all(type(self.of(sample)[1]) is SingleTurn for sample in (samples if self.key else samples[:1]))
 
 
 class Arrivals:
@@ -219,7 +219,7 @@ class Generator:
         self.requests.count_unknown([response for _, response in answered])
         samples = [add_response(sample, response, self.run.fields) for sample, response in answered]
         self.requests.keys.forget([sample.index for sample in samples])
-        if self._checks or any([sample.fields for sample in samples]):  # the checks of responses cover all others
+        if self._checks or any(sample.fields for sample in samples):  # the checks of responses cover all others
             self._check(samples)
         return finish(samples)
 

@@ -274,16 +274,12 @@ class Transcript:
 
 def add_response(sample: Sample, response: Response, declared: Sequence[Field]) -> Sample:
     """Complete a pending sample, which is its prompt, with a whole response: the result of ``fill`` for a sample of one turn."""
-    prompt, generated, own = sample.tokens, response.tokens, sample.__dict__  # all of them are columns already
-    own["tokens"] = whole = Column(TOKENS, prompt)
-    whole.extend(generated)
-    own["response_length"], own["response"], own["rollout_log_probs"] = (
-        len(generated),
-        response.text,
-        response.log_probs,
-    )
-    own["status"], first = _STATUS[response.finish], len(prompt)
-    own["weight_versions"] = [(first + i, version) for i, version in response.weight_versions]
+    prompt, start, own = sample.tokens, len(sample.tokens), sample.__dict__  # all values are columns already
+    own["tokens"] = tokens = Column(TOKENS, prompt)
+    tokens.extend(response.tokens)
+    own["response"], own["response_length"] = response.text, len(response.tokens)
+    own["rollout_log_probs"], own["status"] = response.log_probs, _STATUS[response.finish]
+    own["weight_versions"] = [(start + i, version) for i, version in response.weight_versions]
     for spec in declared if response.extras else ():
         if response.extras.get(spec.name) is not None:
             turn = Turn(None, prompt, response, sample.policy, len(prompt))

@@ -105,8 +105,7 @@ class Learner:
         batch = self._batch(shard.samples)
         if self.config.trains_on_older:
             batch.columns[CURRENT] = current_tokens(shard.samples, shard.version)
-        step_of = np.array(shard.step_of, np.int64)
-        steps = [torch.from_numpy(np.flatnonzero(step_of == n)) for n in range(shard.count)]
+        steps = [torch.from_numpy(np.flatnonzero(np.equal(shard.step_of, n))) for n in range(shard.count)]
         metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
             if self.is_critic:
