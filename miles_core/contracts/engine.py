@@ -85,8 +85,7 @@ class Request:
     media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.tokens) is not Column:
-            self.tokens = as_column(self.tokens, TOKENS)
+        self.tokens = as_column(self.tokens, TOKENS)
 
     def find_fault(self, vocabulary: int, declared: Collection[str]) -> str:
         """Describe the first invalid value; "" if the request has a prompt, valid sampling, and extras that are ``declared`` fields."""
@@ -149,8 +148,7 @@ class Response:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (type(self.tokens) is type(self.log_probs) is Column):
-            self.tokens, self.log_probs = as_column(self.tokens, TOKENS), as_column(self.log_probs, FLOATS)
+        self.tokens, self.log_probs = as_column(self.tokens, TOKENS), as_column(self.log_probs, FLOATS)
 
     def find_fault(self, request: Request, vocabulary: int) -> str:
         """Describe the first value that is invalid as a response to ``request``; "" if there is none."""

@@ -70,7 +70,7 @@ class RequestKeys:
     def next(self, sample: int) -> int:
         """Return the key of this sample's next call."""
         call = self._calls.get(sample, 0)
-        key = request_key(sample, call)
+        key = request_key(sample, call) if call or not 0 <= sample < MAX_SAMPLES else sample  # usually the first call
         self._calls[sample] = call + 1
         return key
 
