@@ -76,7 +76,7 @@ def rollout_mean(mask: Tensor, lengths: Tensor, rollout: Tensor, sum: Callable[[
     counts = torch.zeros(len(ids), dtype=torch.int64, device=mask.device)
     counts = counts.index_add(0, rollout_of.to(mask.device), mask_counts(mask, lengths))
     per_sample = 1.0 / (counts.clamp(min=1).double() * rollouts)
-    return mask.bool() * expand(per_sample.float()[rollout_of.to(mask.device)], lengths)
+    return torch.where(mask.bool(), expand(per_sample.float()[rollout_of.to(mask.device)], lengths), 0.0)
 
 
 GRPO = Objective(advantage, policy_loss)

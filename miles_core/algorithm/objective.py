@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,25 +85,26 @@ class Groups:
     @classmethod
     def of(cls, inputs: AdvantageInputs) -> Groups:
         """Compute the statistics. ValueError if a rollout id occurs in two groups."""
-        values = inputs.rewards.detach().cpu().double()
-        groups, group_of = torch.unique(inputs.group.cpu(), return_inverse=True)
-        rollouts, rollout_of = torch.unique(inputs.rollout.cpu(), return_inverse=True)
-        group_of_rollout = torch.zeros(len(rollouts), dtype=torch.int64).scatter_(0, rollout_of, group_of)
-        if not torch.equal(group_of_rollout[rollout_of], group_of):
+        values = inputs.rewards.detach().cpu().double().numpy()
+        groups, group_of = np.unique(inputs.group.cpu().numpy(), return_inverse=True)
+        rollouts, rollout_of = np.unique(inputs.rollout.cpu().numpy(), return_inverse=True)
+        group_of_rollout = np.zeros(len(rollouts), np.int64)
+        group_of_rollout[rollout_of] = group_of
+        if (group_of_rollout[rollout_of] != group_of).any():
             raise ValueError("a rollout id occurs in two groups; rollout ids must be unique across groups")
 
-        siblings = torch.bincount(rollout_of, minlength=len(rollouts))
-        reward = torch.zeros(len(rollouts), dtype=torch.float64).index_add(0, rollout_of, values) / siblings
-        n = torch.bincount(group_of_rollout, minlength=len(groups)).double()
-        total = torch.zeros(len(groups), dtype=torch.float64)
-        mean = total.index_add(0, group_of_rollout, reward) / n
-        squares = (reward - mean[group_of_rollout]).square()
-        std = (total.index_add(0, group_of_rollout, squares) / (n - 1).clamp(min=1)).sqrt()
+        reward = np.bincount(rollout_of, values, len(rollouts)) / np.bincount(rollout_of, minlength=len(rollouts))
+        n = np.bincount(group_of_rollout, minlength=len(groups)).astype(np.float64)
+        mean = np.bincount(group_of_rollout, reward, len(groups)) / n
+        squares = np.square(reward - mean[group_of_rollout])
+        variance = np.bincount(group_of_rollout, squares, len(groups)) / np.maximum(n - 1, 1)
         # the mean of equal floats may differ from them in the last bit, so compare the rewards themselves
-        lowest = total.scatter_reduce(0, group_of, values, "amin", include_self=False)
-        highest = total.scatter_reduce(0, group_of, values, "amax", include_self=False)
-        equal = (lowest == highest) | (n == 1)
-        return cls(values - mean[group_of], std[group_of], n[group_of], equal[group_of])
+        one = np.zeros(len(groups))
+        one[group_of] = values
+        equal = (np.bincount(group_of, values != one[group_of], len(groups)) == 0) | (n == 1)
+        found = values - mean[group_of], variance[group_of], n[group_of], equal[group_of]
+        centred, variances, n_of, equal_of = map(torch.from_numpy, found)
+        return cls(centred, variances.sqrt(), n_of, equal_of)
 
     def scores(self, values: Tensor) -> Tensor:
         """Return ``values`` [samples], exactly 0 where there is nothing to compare."""

@@ -21,8 +21,8 @@ def strip_reasoning(text: str) -> str:
 
     For rewards: it knows more marks than ``split_reasoning``, which reads the format of chat templates.
     """
-    # every end contains one of these, and this search takes a twentieth of the time of ``_END``
-    if "</" in text or "[/THINK]" in text or "assistantfinal" in text:
+    # every end contains one of these, and this search takes a small part of the time of ``_END``; that for one character is the fastest
+    if ("<" in text and "</" in text) or ("[" in text and "[/THINK]" in text) or "assistantfinal" in text:
         ends = [mark.end() for mark in _END.finditer(text)]
         if ends:
             return text[ends[-1] :]

@@ -240,6 +240,8 @@ class Run:
         """
         names = {p.name: p.role for p in self.policies}
         samples = [s for group in groups for s in group]
+        if {s.policy for s in samples} == {policy.name} and names.get(policy.name) == "train":
+            return samples
         for sample in samples:
             if sample.policy and names.get(sample.policy) != "train":
                 known = ", ".join(name for name, role in names.items() if role == "train")

@@ -27,6 +27,7 @@ class Column(array):  # type: ignore[type-arg]
     """``Column(TOKENS, [3, 1])``. Equal to a list, a tuple or a column with the same numbers."""
 
     __hash__ = None
+    __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, array):
@@ -79,7 +80,7 @@ def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:
 
 def are_columns(values: Sequence[Any]) -> bool:
     """Whether all of at least one values are columns of the same type."""
-    return {type(value) for value in values} == {Column} and len({value.typecode for value in values}) == 1
+    return {*map(type, values)} == {Column} and len({value.typecode for value in values}) == 1
 
 
 def as_column(values: Any, typecode: str) -> Any:

@@ -77,7 +77,7 @@ class PromptTemplate:
 
     def encode_texts(self, prompts: list[Any]) -> list[list[int]] | list[None]:
         """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""
-        if not self.apply_chat_template and all(isinstance(prompt, str) for prompt in prompts):
+        if prompts and not self.apply_chat_template and all(isinstance(prompt, str) for prompt in prompts):
             with suppress(Exception):  # the call with the prompt raises it again
                 return list(self.tokenizer(prompts, return_attention_mask=False).input_ids)
         return [None] * len(prompts)
@@ -219,7 +219,8 @@ class Prompts(PromptSource):
         """Return row ``at`` of the files, whose number does not depend on ``restrict``."""
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
-        self.check(row, place)  # the file may have been edited since it was opened
+        if not self.examined:
+            self.check(row, place)
         return self.convert(row, at, place)
 
     def convert(self, row: dict[str, Any], at: int, place: str) -> Row:
@@ -356,7 +357,7 @@ _ABSENT: Any = object()
 
 def find_column(key: str, columns: Container[str]) -> str:
     """Return the column that ``key`` names: the key itself, or of ``a.b.c`` the longest of ``a.b`` and ``a`` that is a column."""
-    if key in columns:
+    if key in columns or "." not in key:
         return key
     heads = accumulate(key.split("."), "{}.{}".format)
     return next((head for head in reversed([*heads]) if head in columns), key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -23,6 +23,7 @@ from miles_core.errors import DataError, describe
 
 #: Largest absolute reward: rewards are squared and summed (standard deviations, returns) in float64 and stored in float32.
 LARGEST = 1e30
+_new, _set = object.__new__, object.__setattr__
 
 
 def number(reward: Any, reward_key: str | None) -> float:
@@ -85,6 +86,14 @@ def reward_value(sample: Any, reward_key: str | None = None) -> float:
         return number(sample.reward, reward_key)
     except DataError as error:
         raise DataError(f"the reward of sample {getattr(sample, 'index', None)} {error}") from error
+
+
+def reward_values(samples: Sequence[Any], reward_key: str | None = None) -> list[float]:
+    """Return ``reward_value`` of each sample; rewards that are all floats are checked at once."""
+    rewards = [sample.reward for sample in samples]
+    if {*map(type, rewards)} == {float} and bool((np.abs(rewards) <= LARGEST).all()):  # NaN is not
+        return rewards
+    return [reward_value(sample, reward_key) for sample in samples]
 
 
 def _keys(reward: Mapping[str, Any]) -> str:
@@ -154,7 +163,7 @@ class Sample:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in COLUMNS:
             value = as_column(value, COLUMNS[name])
-        object.__setattr__(self, name, value)
+        _set(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Declared fields read like attributes: ``sample.rollout_routed_experts``.
@@ -214,15 +223,21 @@ class Sample:
                     f"sample {self.index}: field {spec.name!r} ({spec.align}) has {len(value)} rows, expected {expected}"
                 )
 
-    def copy_pending(self, index: int) -> Sample:
-        """Copy a sample without a response as number ``index`` of the same prompt. The copies share only label and media."""
-        made = object.__new__(type(self))
-        own = made.__dict__
-        own.update(self.__dict__)
-        if type(self.prompt) is not str:
-            own["prompt"] = copy.deepcopy(self.prompt)
-        own["metadata"] = copy.deepcopy(self.metadata) if self.metadata else {}
-        own["tokens"], own["weight_versions"], own["fields"], own["index"] = Column(TOKENS, self.tokens), [], {}, index
+    @classmethod
+    def make_pending(cls, indexes: Iterable[int], **known: Any) -> list[Sample]:
+        """Make one sample without a response for each number in ``indexes``, all with the attributes ``known``. They share label, media and the
+        prompt's tokens, a column: ``tokens`` is replaced, not extended, by a response."""
+        made, blank = list[Sample](), {**vars(_BLANK), **known}
+        chat, metadata = type(blank["prompt"]) is not str, bool(blank["metadata"])
+        for index in indexes:
+            own = blank.copy()
+            own["index"], own["weight_versions"], own["fields"] = index, [], {}
+            own["metadata"] = copy.deepcopy(own["metadata"]) if metadata else {}
+            if chat:
+                own["prompt"] = copy.deepcopy(own["prompt"])
+            one = _new(cls)
+            _set(one, "__dict__", own)
+            made.append(one)
         return made
 
     @classmethod
@@ -232,6 +247,9 @@ class Sample:
         data["status"] = Status(data.get("status", Status.PENDING))
         data["weight_versions"] = [tuple(v) for v in data.get("weight_versions", [])]
         return cls(**data)
+
+
+_BLANK = Sample()
 
 
 def rows(spec: Field, total: int, response_length: int) -> int:

@@ -46,6 +46,11 @@ class Clock:
         ``time.perf_counter``. It is called in the thread of the event loop and must not block."""
         self._observers.append(function)
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether there are observers, to which ``record`` reports."""
+        return bool(self._observers)
+
     def record(self, name: str, start: float, end: float | None = None) -> None:
         """Report an interval to the observers, e.g. a request to an engine; ``end`` is now by default. It counts for no phase, and may
         overlap others."""

@@ -24,7 +24,7 @@ def answers_of(label: Any) -> list[Answer]:
         DataError: there is none, or a value is of a type that no response equals, such as a mapping. The message is a sentence about
             the label, without its row.
     """
-    if isinstance(label, str) and label.strip():
+    if isinstance(label, str) and label and not label.isspace():
         return [label]
     check_label(label)
     several = isinstance(label, list | tuple | set | frozenset) or getattr(label, "ndim", 0) > 0

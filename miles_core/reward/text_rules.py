@@ -26,7 +26,10 @@ Reward = Callable[[Any, Sample], Awaitable[float]]
 def exact(response: str | None, label: Any) -> float:
     """Return 1 if the response equals the label, ignoring differences in white space, else 0."""
     answer = strip_reasoning(response or "")
-    return float(any(is_match(answer, accepted) for accepted in answers_of(label)))
+    for accepted in answers_of(label):
+        if is_match(answer, accepted):
+            return 1.0
+    return 0.0
 
 
 def boxed(response: str | None, label: Any) -> float:

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miles_core.contracts.schedule import Position
 from miles_core.data.batch import means
-from miles_core.data.sample import Sample, Status, number
+from miles_core.data.sample import Sample, Status, number, reward_values
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
 from miles_core.reward.reward import RewardFunction, apply_rule, score
@@ -33,6 +35,10 @@ PATIENCE = 0.5
 
 #: The run stops after this many consecutive groups whose samples all failed.
 FAILED_GROUPS = 20
+
+
+#: Attributes of an enum class are found by a call, which takes longer than the comparison.
+FAILED, ABORTED, TRUNCATED = Status.FAILED, Status.ABORTED, Status.TRUNCATED
 
 
 class Interrupted(Exception):
@@ -204,7 +210,7 @@ class Collector:
         """Generate and score one group. The result lacks the samples that failed; it is empty if all of them did."""
         group = await self.producer.produce(samples)
         self.progress.advance(len(group))
-        return [s for s in group if s.status is not Status.FAILED]
+        return remove_failed(group)
 
     def _check_samples_succeed(self, prompt: Prompt) -> None:
         """Raise DataError if every sample of the last ``FAILED_GROUPS`` groups failed."""
@@ -263,8 +269,13 @@ class Scorer:
                 await score(mine, self.reward_of[policy.name], self._options)
 
     def _find_usable(self, samples: list[Sample], evaluation: bool) -> list[Sample]:
-        usable = [s for s in samples if s.status is not Status.FAILED]
-        return usable if evaluation or all(s.status is not Status.ABORTED for s in usable) else []
+        usable = remove_failed(samples)
+        return usable if evaluation or not any(s.status is ABORTED for s in usable) else []
+
+
+def remove_failed(samples: Iterable[Sample]) -> list[Sample]:
+    """Return the samples that did not fail."""
+    return [s for s in samples if s.status is not FAILED]
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
@@ -297,20 +308,19 @@ def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
     key = run.config.reward.reward_key
-    of_groups = [[s.reward_value(key) for s in group] for group in groups]
-    rewards = [reward for own in of_groups for reward in own]
+    rewards = np.array(reward_values(samples, key))
+    starts = np.cumsum([0, *filter(None, map(len, groups))])[:-1]
+    equal = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     lengths = [s.response_length for s in samples]
-    flat = [own for own in of_groups if len(set(own)) == 1]
-    high, low = max(rewards), min(rewards)
     return {
         "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/all_equal": len(flat) / len(groups),
-        "reward/max": high,
-        "reward/min": low,
+        "reward/std": float((rewards - rewards[0]).std()),  # exactly 0 if all are equal
+        "reward/all_equal": int(equal.sum()) / len(groups),
+        "reward/max": float(rewards.max()),
+        "reward/min": float(rewards.min()),
         "rollout/length_mean": statistics.fmean(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+        "rollout/truncated": sum([s.status is TRUNCATED for s in samples]) / len(samples),
         "rollout/samples": float(len(samples)),
         "rollout/tokens": float(sum(lengths)),
     } | reward_parts(samples, "reward")
@@ -319,8 +329,9 @@ def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, 
 def reward_parts(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
     """Return ``PREFIX/part/NAME`` for each numeric entry of dict rewards: its mean over the samples that have the entry."""
     parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.reward.items() if isinstance(sample.reward, Mapping) else ():
+    rewards = [sample.reward for sample in samples]
+    for reward in rewards if {*map(type, rewards)} != {float} else ():
+        for name, value in reward.items() if isinstance(reward, Mapping) else ():
             with suppress(DataError):
                 parts.setdefault(str(name), []).append(number(value, None))
     return {f"{prefix}/part/{name}": statistics.fmean(values) for name, values in parts.items() if values}

@@ -70,19 +70,23 @@ class Arrivals:
     def __init__(self) -> None:
         self._futures: list[asyncio.Future[Any]] = []
         self._done: list[asyncio.Future[Any]] = []
-        self._news, self._open = asyncio.Event(), 0
+        self._news: asyncio.Future[None] | None = None  # of ``next``, while it waits
+        self._open = 0
 
     def add(self, awaited: Awaitable[Any]) -> asyncio.Future[Any]:
         """Wait for a future, or start a coroutine; returns the future that ``next`` will return."""
-        future = awaited if isinstance(awaited, Answer) else asyncio.ensure_future(awaited)
+        future: asyncio.Future[Any]
+        if not isinstance(awaited, Answer):
+            future = asyncio.ensure_future(awaited)
+            future.add_done_callback(self._note)
+        else:
+            future = awaited
+            if awaited.done():
+                self._note(awaited)
+            else:
+                awaited.receiver = self._note
         self._futures.append(future)
         self._open += 1
-        if not isinstance(future, Answer):
-            future.add_done_callback(self._note)
-        elif future.done():
-            self._note(future)
-        else:
-            future.receiver = self._note
         return future
 
     async def next(self) -> list[asyncio.Future[Any]]:
@@ -90,8 +94,9 @@ class Arrivals:
         if not self._open:
             self._futures.clear()  # answers refer to their receiver
             return []
-        await self._news.wait()
-        self._news.clear()
+        if not self._done:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         arrived, self._done = self._done, []
         self._open -= len(arrived)
         return arrived
@@ -105,7 +110,8 @@ class Arrivals:
 
     def _note(self, future: asyncio.Future[Any]) -> None:
         self._done.append(future)
-        self._news.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 #: A sample, its request, the request as ``on_request`` changed it, and the response.
@@ -140,6 +146,7 @@ class Generator:
         self.run, self.sampling, self.functions = run, sampling, functions
         self.answers = {} if answers is None else answers
         self.requests = EngineRequests(run, engines, sampling, self.answers)
+        self._default = run.policy.name
         self._trains = {policy.name for policy in run.policies if policy.role == "train"}
         self._masks_older = run.config.rollout.mask_offpolicy_in_partial_rollout
         limit = run.config.rollout.max_concurrent_samples
@@ -153,7 +160,7 @@ class Generator:
         async with self.slots or contextlib.nullcontext():
             if type(function) is SingleTurn:
                 return await self.take_turns([sample])
-            sample.policy = sample.policy or self.run.policy.name
+            sample.policy = sample.policy or self._default
             samples = await self._call_function(function, name, sample)
         self._check(samples)
         self.requests.keys.forget([sample.index])
@@ -162,20 +169,24 @@ class Generator:
     async def take_turns(self, samples: Sequence[Sample], finish: Finish = _nothing) -> list[Sample]:
         """Generate one turn for each sample, as ``SingleTurn`` does, without a transcript, and without a task for each: most runs generate
         all samples here. Samples whose responses arrive together are completed together; ``finish`` is called with them."""
-        arrivals, start, name = Arrivals(), time.perf_counter(), self.run.policy.name
+        arrivals, start = Arrivals(), time.perf_counter()
         asked: dict[asyncio.Future[Response], tuple[Sample, Request, Request]] = {}
         try:
             for sample in samples:
                 if not sample.policy:
-                    sample.policy = name
+                    sample.policy = self._default
                 first = self.requests.make(
                     sample.index, sample.group_index, sample.tokens, self.sampling, sample.policy, sample.media
                 )
                 sent, answer = self.requests.send(sample.index, first)
                 asked[arrivals.add(answer)] = sample, first, sent
             while arrived := await arrivals.next():
-                results = [(future, future.result()) for future in arrived]  # raises errors, also of ``later``
-                if answered := [(*asked[future], result) for future, result in results if future in asked]:
+                answered: list[Answered] = []
+                for future in arrived:
+                    result = future.result()  # raises errors, also of ``later``
+                    if future in asked:
+                        answered.append((*asked[future], result))
+                if answered:
                     self._receive(answered, start, arrivals, finish)
         except BaseException:
             await arrivals.cancel()
@@ -207,7 +218,7 @@ class Generator:
         """Complete samples with their whole responses, and call ``finish``."""
         self.requests.count_unknown([response for _, response in answered])
         samples = [add_response(sample, response, self.run.fields) for sample, response in answered]
-        self.requests.keys.forget(sample.index for sample in samples)
+        self.requests.keys.forget([sample.index for sample in samples])
         if self._checks or any(sample.fields for sample in samples):  # the checks of responses cover all others
             self._check(samples)
         return finish(samples)
@@ -234,6 +245,7 @@ class Generator:
 
     async def _call_function(self, function: RolloutFunction, name: str, sample: Sample) -> list[Sample]:
         """Call a rollout function, check and complete the returned samples and count what it did; errors name the function and the sample."""
+        sample.tokens = sample.tokens[:]  # the samples of a prompt share them, and the function may change them
         client = self._client(sample)
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
         if owner := self.run.hooks.provider("generate", name):

@@ -242,7 +242,8 @@ class Prompt:
 
     def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""
-        pending = Sample(
+        return Sample.make_pending(
+            self.indexes(count),
             prompt=self.text,
             tokens=self.tokens,
             label=self.label,
@@ -251,7 +252,6 @@ class Prompt:
             policy=self.policy,
             media=self.media,
         )
-        return [pending.copy_pending(index) for index in self.indexes(count)]
 
     def indexes(self, count: int) -> range:
         """Return the indexes of the ``count`` samples of this prompt."""

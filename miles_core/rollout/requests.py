@@ -70,7 +70,7 @@ class RequestKeys:
     def next(self, sample: int) -> int:
         """Return the key of this sample's next call."""
         call = self._calls.get(sample, 0)
-        key = request_key(sample, call)
+        key = request_key(sample, call) if call or not 0 <= sample < MAX_SAMPLES else sample  # usually the first call
         self._calls[sample] = call + 1
         return key
 
@@ -136,6 +136,7 @@ class EngineRequests:
         self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
         self.policies = {policy.name: policy for policy in run.policies}
         self._partial = partial_rollout(run.config)
+        self._changed = bool(run.hooks.implemented["on_request"])
 
     def start(self, number: int, *request: Any) -> Awaitable[Response]:
         """Return the response to ``make(number, *request)``, to be awaited. Its key follows from the order of these calls."""
@@ -200,7 +201,8 @@ class EngineRequests:
 
     def is_complete(self, response: Response) -> bool:
         """Whether ``complete`` returns this first response as it is."""
-        return response.finish != "abort" and (self._partial or not _has_several_versions([response]))
+        one = self._partial or len(response.weight_versions) < 2 or not _has_several_versions([response])
+        return one and response.finish != "abort"
 
     async def _ask(self, number: int, request: Request) -> tuple[Request, Response]:
         start = time.perf_counter()
@@ -216,7 +218,7 @@ class EngineRequests:
             raise DataError(
                 f"sample {number} asks the policy {request.policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
             )
-        if self.run.hooks.implemented["on_request"]:
+        if self._changed:
             request = dataclasses.replace(request, tokens=request.tokens[:], extras=set(request.extras), metadata={})
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[request.policy], request=request)
         return request, engine.generate(request)
@@ -230,8 +232,9 @@ class EngineRequests:
         if not are_valid(requests, responses, self.vocabulary):
             for request, response in zip(requests, responses, strict=True):
                 self._check_response(request, response)
-        for request, response in zip(requests, responses, strict=True):
+        for _ in responses if self.run.clock.is_observed else ():
             self.run.clock.record("engine request", start)
+        for request, response in zip(requests, responses, strict=True):
             if response.metrics:
                 prefix = "engine" if len(self.engines) == 1 else f"{request.policy}/engine"
                 add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})

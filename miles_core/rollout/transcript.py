@@ -274,15 +274,12 @@ class Transcript:
 
 def add_response(sample: Sample, response: Response, declared: Sequence[Field]) -> Sample:
     """Complete a pending sample, which is its prompt, with a whole response: the result of ``fill`` for a sample of one turn."""
-    prompt = sample.tokens
-    sample.__dict__.update(  # all of them are columns already
-        tokens=prompt + response.tokens,
-        response_length=len(response.tokens),
-        response=response.text,
-        rollout_log_probs=response.log_probs,
-        status=_STATUS[response.finish],
-        weight_versions=[(len(prompt) + i, version) for i, version in response.weight_versions],
-    )
+    prompt, start, own = sample.tokens, len(sample.tokens), sample.__dict__  # all values are columns already
+    own["tokens"] = tokens = Column(TOKENS, prompt)
+    tokens.extend(response.tokens)
+    own["response"], own["response_length"] = response.text, len(response.tokens)
+    own["rollout_log_probs"], own["status"] = response.log_probs, _STATUS[response.finish]
+    own["weight_versions"] = [(start + i, version) for i, version in response.weight_versions]
     for spec in declared if response.extras else ():
         if response.extras.get(spec.name) is not None:
             turn = Turn(None, prompt, response, sample.policy, len(prompt))

@@ -52,10 +52,10 @@ def runtime_of(run: Run) -> Runtime:
 def freeze_gc() -> None:
     """Exclude everything allocated so far from garbage collection. Otherwise every full collection would visit all objects of all imported
     modules, which takes tenths of a second every few steps. ``gc.unfreeze`` reverses this. A step makes thousands of objects that live until
-    its end, and hardly any garbage in cycles, so a collection follows more objects than Python's default of 700."""
+    its end, and hardly any garbage in cycles, so a collection follows many more objects than Python's default of 700: it visits all new ones."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(100_000)
 
 
 @asynccontextmanager

@@ -36,6 +36,8 @@ def optimiser_steps(samples: Sequence[Sample], options: TrainOptions) -> tuple[l
 
     count = step_count(len(samples), options)
     ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
+    if count == 1 and ids:
+        return [0] * len(ids), 1
     place = {rollout: n for n, rollout in enumerate(dict.fromkeys(ids))}
     count = min(count, len(place))
     edges = [round(i * len(place) / count) for i in range(1, count + 1)]

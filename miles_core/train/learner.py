@@ -26,7 +26,7 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Pass, Trainer
 from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.current import CURRENT, current_tokens
-from miles_core.data.sample import Sample
+from miles_core.data.sample import Sample, reward_values
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError
 from miles_core.plugin.load import Wrapper, compose
@@ -105,7 +105,7 @@ class Learner:
         batch = self._batch(shard.samples)
         if self.config.trains_on_older:
             batch.columns[CURRENT] = current_tokens(shard.samples, shard.version)
-        steps = [[i for i, number in enumerate(shard.step_of) if number == n] for n in range(shard.count)]
+        steps = [torch.from_numpy(np.flatnonzero(np.equal(shard.step_of, n))) for n in range(shard.count)]
         metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
             if self.is_critic:
@@ -278,7 +278,7 @@ class Learner:
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Return the rewards to train on, float64 [samples], including the over-length penalty. ``Sample.reward`` is not changed."""
         options = self.config.reward
-        rewards = torch.tensor([s.reward_value(options.reward_key) for s in samples], dtype=torch.float64)
+        rewards = torch.tensor(reward_values(samples, options.reward_key), dtype=torch.float64)
         if options.overlong_buffer_len is None:
             return rewards
         lengths = torch.tensor([s.response_length for s in samples])

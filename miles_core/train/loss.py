@@ -193,23 +193,27 @@ class TokenRecorder:
 
     def tokens(self, batch: Batch) -> list[TrainedTokens]:
         """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
-        bounds = [0, *batch.lengths.cumsum(0).tolist()]
-        log_probs = self.recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
-        advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
-        prompts = batch.prompt_lengths.tolist()
+        ends, old = batch.lengths.cumsum(0), self._old
+        first = (ends - batch.lengths + batch.prompt_lengths).tolist()
+        advantages = batch.column("advantages").float().cpu().numpy()
+        spans, prompts = list(map(slice, first, ends.tolist())), batch.prompt_lengths.tolist()
+        seen = self.recorded_log_probs(len(batch)) if old is None else []
         self._seen, self._old = [], None
+        if old is not None:
+            return [TrainedTokens(old[span], advantages[span]) for span in spans]
         return [
-            TrainedTokens(None if own is None else own[prompt:], advantage[prompt:])
-            for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
+            TrainedTokens(None if own is None else own[prompt:], advantages[span])
+            for own, span, prompt in zip(seen, spans, prompts, strict=True)
         ]
 
     def recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
         """Return what the wrapped loss recorded for ``count`` samples, each [tokens]; None on a rank that computes no loss."""
         result: list[np.ndarray | None] = [None] * count
         for positions, lengths, log_probs in self._seen:
-            parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])
-            for position, part in zip(positions.tolist(), parts, strict=True):
+            values, end = log_probs.float().cpu().numpy(), 0
+            for position, length in zip(positions.tolist(), lengths.tolist(), strict=True):
+                start, end = end, end + length
                 # a padding micro-batch without trained tokens repeats a sample; it comes last and is ignored
                 if position < count and result[position] is None:
-                    result[position] = part
+                    result[position] = values[start:end]
         return result

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from miles_core.data import Sample, collate
-from miles_core.data.batch import Ragged
+from miles_core.data.batch import Ragged, expand
 from miles_core.data.field import CORE_FIELDS, SAMPLING_SUPPORT, Field
 from miles_core.data.media import Media
 
@@ -111,3 +111,17 @@ def test_media_follow_their_samples():
     batch = collate(samples)
     assert batch.media == ((a,), (), (a, b)) and batch.select([2, 0]).media == ((a, b), (a,))
     assert collate(samples[1:2]).media == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16])
+def test_values_are_repeated_on_the_tokens_of_their_samples(dtype):
+    values, lengths = torch.tensor([1, 0, 3, 2]).to(dtype), torch.tensor([2, 0, 3, 1])
+    expected = torch.repeat_interleave(values, lengths)
+    assert torch.equal(expand(values, lengths), expected) and expand(values, lengths).dtype == dtype
+    assert expand(values[:0], lengths[:0]).tolist() == []
+
+
+def test_repeated_values_have_gradients():
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    expand(values, torch.tensor([3, 1])).sum().backward()
+    assert values.grad.tolist() == [3.0, 1.0]

@@ -217,3 +217,19 @@ def test_samples_are_scored_before_the_last_response_of_their_group(run, tmp_pat
     (tmp_path / "scored_groups.py").write_text("numbers = set()\n")
     found = run(WAITS, n_samples_per_prompt=4, custom_rm_path=f"{tmp_path / 'generate.py'}:reward")
     assert {sample.reward for sample in found.run.state["samples"]} == {0.0, 1.0, 2.0, 3.0}
+
+
+EXTENDING = """
+async def generate(args, sample, sampling_params):
+    answer = await args.generate(sample.tokens)
+    sample.tokens += answer.tokens
+    sample.response_length = len(answer.tokens)
+    return sample
+"""
+
+
+def test_a_function_may_extend_the_prompt_of_its_sample(toy_run, tmp_path):
+    (tmp_path / "own.py").write_text(EXTENDING)
+    own = toy_run(steps=1, custom_generate_function_path=tmp_path / "own.py")
+    plain = toy_run(steps=1)
+    assert [s["tokens"] for s in own.samples] == [s["tokens"] for s in plain.samples]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from miles_core.data.column import TOKENS, Column
 from miles_core.data.prompt_source import PromptSource, Row
+from miles_core.data.sample import Sample
 from miles_core.errors import DataError
-from miles_core.rollout.queue import PromptQueue
+from miles_core.rollout.queue import Prompt, PromptQueue
 
 
 class Rows(PromptSource):
@@ -90,3 +92,21 @@ def test_a_position_in_another_source_is_refused():
         DataError, match="came from --prompts sums when the checkpoint was saved, and come from file now"
     ):
         PromptQueue(Rows(), lambda rows: [[1]] * len(rows)).load_state(state)
+
+
+def test_samples_of_a_prompt_share_no_value_that_a_user_may_change():
+    made = Prompt([{"role": "user", "content": "a"}], Column(TOKENS, [1, 2]), "b", {"of": [1]}, 2, "judge").samples(2)
+    first, second = made
+    first.metadata["of"].append(2)
+    first.prompt[0]["content"] = "c"
+    first.fields["x"], first.tokens = 1, [*first.tokens, 3]
+    first.weight_versions.append((0, 1))
+    assert second == Sample(
+        prompt=[{"role": "user", "content": "a"}],
+        tokens=[1, 2],
+        label="b",
+        metadata={"of": [1]},
+        group_index=2,
+        index=5,
+        policy="judge",
+    )

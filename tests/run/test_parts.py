@@ -260,7 +260,7 @@ def test_built_parts_search_for_garbage_again_and_leave_out_what_was_there_befor
     gc.set_threshold(50_000)
     try:
         parts.freeze_gc()
-        assert gc.get_threshold()[0] == 10_000
+        assert gc.get_threshold()[0] == 100_000
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
