@@ -229,7 +229,7 @@ async def generate(args, sample, sampling_params):
 
 
 def test_a_function_may_extend_the_prompt_of_its_sample(toy_run, tmp_path):
-    (tmp_path / "own.py").write_text(EXTENDING)
-    own = toy_run(steps=1, custom_generate_function_path=tmp_path / "own.py")
+    (tmp_path / "extending.py").write_text(EXTENDING)
+    own = toy_run(steps=1, custom_generate_function_path=tmp_path / "extending.py")
     plain = toy_run(steps=1)
     assert [s["tokens"] for s in own.samples] == [s["tokens"] for s in plain.samples]
