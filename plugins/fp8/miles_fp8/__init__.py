@@ -38,7 +38,7 @@ plugin = format_plugin(
     notes={
         f"{EMULATED} and gpu != none and model.device != cpu": (
             "emulated products cost time and save no memory: measured on H200, training took 1.02 times as long as in "
-            "BF16 (dense, layers of Qwen3-8B's shape) and 1.20 times (small mixture of experts); rollouts take longer, too"
+            "BF16 (dense, layers of Qwen3-8B's shape) and 1.07 times (small mixture of experts); rollouts take longer, too"
         ),
         f"{EMULATED} and gpu.sm >= 90 and model.device != cpu": (
             "this GPU has FP8 tensor cores, which the run does not use; leave --emulate-precision out to use them"
