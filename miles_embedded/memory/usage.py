@@ -157,10 +157,10 @@ def training_of(facts: Facts) -> Training:
 
 
 def _quantised_bytes(facts: Facts) -> int:
-    if facts.value("train.precision") in ("bf16", None):
-        return 0
-    native = facts.value("precision.quantized_product") != "emulated" and not facts.value("precision.emulated")
-    return _width(facts) + native * (1 + bool(facts.value("embedded.quantized_dgrad")))
+    plain, dense = facts.value("train.precision") in ("bf16", None), not facts.value("model.moe")
+    wanted, dgrad = facts.value("precision.quantized_product"), dense and bool(facts.value("embedded.quantized_dgrad"))
+    native = not facts.value("precision.emulated") and (wanted == "native" or (wanted == "auto" and dense))
+    return 0 if plain else _width(facts) + native * (1 + dgrad)
 
 
 def _width(facts: Facts) -> int:

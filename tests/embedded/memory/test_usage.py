@@ -302,6 +302,14 @@ def test_a_trainer_keeps_quantised_values_next_to_its_weights(checkpoint, given,
 
 
 @pytest.mark.parametrize(
+    ("given", "each"), [({}, 2), ({"quantized_dgrad": True}, 2), ({"quantized_product": "native"}, 3)]
+)
+def test_a_trainer_keeps_codes_of_experts_only_if_their_products_are_native(given, each):
+    options = {"rollout_fp8": True, "train_fp8": True, "device": "cuda", "dtype": "bfloat16", **given}
+    assert training_of(Facts(plan(["fp8"], ["hardware=H200"], **options).facts)).quantised == each
+
+
+@pytest.mark.parametrize(
     ("given", "each"),
     [
         ({}, 1),
