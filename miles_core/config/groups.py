@@ -356,7 +356,7 @@ class Precision:
     quantized_product: Literal["auto", "native", "emulated"] = option(
         "auto",
         help="how quantised layers multiply: native reads the codes with the GPU's tensor cores, emulated dequantises them and "
-        "multiplies in the model's dtype; auto is native if the format, the GPU and torch support it, in the embedded trainer only for the "
+        "multiplies in the model's dtype; auto is native if the format, the GPU and torch support it, in the trainer only for the "
         "linear layers of dense models on one rank, and emulated with --emulate-precision",
         only_if=_QUANTISED,
     )
