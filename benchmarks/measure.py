@@ -132,7 +132,7 @@ class Steps:
     Args:
         reporter: where the turn's means go.
         count: counted steps a turn.
-        uncounted: number of steps at the start of each turn that are not counted; 0 if no other process takes turns.
+        uncounted: number of warm-up steps at the start of each turn; 0 if this is the only process.
     """
 
     def __init__(self, reporter: Reporter, count: int, uncounted: int = 1) -> None:

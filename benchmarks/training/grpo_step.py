@@ -177,7 +177,7 @@ def sglang_flags(given: argparse.Namespace) -> str:
 
 
 def take_turns(given: argparse.Namespace, commands: dict[str, list[str]], result: dict[str, Any]) -> dict[str, Any]:
-    """Run the sides in turns, or one side after the other with ``--apart``. After each turn, write the results so far to ``--out``."""
+    """Alternate between the sides, or with ``--apart`` run one after the other. After each turn, write the results so far to ``--out``."""
     reports: dict[str, list[dict[str, Any]]] = {}
     result |= {"worker_versions": {}, "failed": {}}
 

@@ -14,8 +14,8 @@ from miles_core.plugin import Facts, Parts, Problem, Usage, describe_fact
 from miles_embedded import ModelSize, format_billions, longest_sample, size_of, wanted_rows
 
 GB = 1e9
-#: Fraction of a GPU's memory that vLLM may use: if a trainer in the same process uses the GPU too, if both take turns (``--colocate``), and if
-#: vLLM has a GPU to itself (the default of ``CacheConfig`` in vLLM 0.26).
+#: Fraction of a GPU's memory that vLLM may use next to a trainer in the same process, alternating with a trainer (``--colocate``), and on a GPU
+#: of its own (the default of ``CacheConfig`` in vLLM 0.26).
 BESIDE, ALTERNATING, ALONE = 0.4, 0.8, 0.92
 #: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several GPUs.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
