@@ -95,5 +95,5 @@ class StaticStep:
         if (
             operations.log_softmax is not log_softmax
         ):  # the kernel's log-probabilities are not those of the model's own function
-            divided = divide_by_temperature(logits.float(), batch.temperature[:count])
+            divided = divide_by_temperature(logits, batch.temperature[:count])  # in float32, as the temperatures
             batch.results[1, :count] = operations.log_probs(divided, batch.tokens[:count])

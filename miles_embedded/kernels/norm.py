@@ -15,6 +15,8 @@ from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Elements of a program's block; for a backward pass, whose programs each sum a part of the weight's gradient, also their number.
 _BLOCK, _BACKWARD_BLOCK, _PROGRAMS = 1024, 2048, 1056
+#: Elements in which the distance between runs of rows is counted, so that the kernel knows how far its loads are aligned.
+_UNIT = 16
 
 
 # fmt: off
@@ -33,21 +35,23 @@ def _store_norm(  # type: ignore[no-untyped-def]
         STORE(tl.where(real, result.to(tl.float32), 0.0), top, 0, DIM, padded, first, second)
 
 
-@triton.jit(do_not_specialize=["padded"])
+# One compiled kernel for all numbers of rows and strides: the order in which a row is added does not depend on them.
+@triton.jit(do_not_specialize=["rows", "inner", "outer_stride", "padded"])
 def _forward(  # type: ignore[no-untyped-def]
     x, weight, out, rows, eps, inner, outer_stride, padded, first, second,
-    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     release(OVERLAP)
     wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     real = (row < rows) & (dim < DIM)
-    value = tl.load(x + row // inner * outer_stride + row % inner * DIM + dim, mask=real, other=0.0).to(tl.float32)
+    start = row // inner * outer_stride * UNIT + row % inner * DIM
+    value = tl.load(x + start + dim, mask=real, other=0.0).to(tl.float32)
     _store_norm(value, weight, out, row, dim, real, eps, padded, first, second, DIM, BLOCK_ROWS, STORE)
 
 
-@triton.jit(do_not_specialize=["padded"])
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _add_forward(  # type: ignore[no-untyped-def]
     x, other, weight, total, out, rows, eps, padded, first, second,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -138,14 +142,14 @@ def _add_and_normalize(
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
-    (inner, outer_stride), (rows, blocks) = _layout(x), _blocks(x)
-    if not inner:
-        x, (inner, outer_stride) = x.contiguous(), (1, x.shape[-1])
+    layout, (rows, blocks) = _layout(x), _blocks(x)
+    if layout is None:
+        x, layout = x.contiguous(), (rows, 0)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid, options = _launch_options(x, padded, blocks)
-        _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **options, STORE=store)
+        _forward[grid](x, weight, out, rows, eps, *layout, padded, *memory, **options, UNIT=_UNIT, STORE=store)
     if epilogue is not None:
         epilogue.finish(out)
     return out
@@ -160,15 +164,16 @@ def _warps(blocks: dict[str, Any]) -> int:
     return warps
 
 
-def _layout(x: Tensor) -> tuple[int, int]:
-    """Return the number of rows in a run with constant stride, and the distance between two runs; 0 if ``x`` has no such layout. Heads that
-    are a part of the columns of a matrix form such runs."""
+def _layout(x: Tensor) -> tuple[int, int] | None:
+    """Return the number of rows in a run, whose rows follow each other, and the distance between two runs in units of ``_UNIT`` elements; None
+    if ``x`` has no such layout. Heads that are a part of the columns of a matrix form such runs."""
     dim = x.shape[-1]
     if x.is_contiguous():
-        return 1, dim
+        return max(1, x.numel() // dim), 0
     if x.dim() < 3 or x.stride(-1) != 1 or x.stride(-2) != dim or any(size != 1 for size in x.shape[:-3]):
-        return 0, 0
-    return x.shape[-2], x.stride(-3)
+        return None
+    outer, rest = divmod(x.stride(-3), _UNIT)
+    return None if rest else (x.shape[-2], outer)
 
 
 def _blocks(x: Tensor, block: int = _BLOCK) -> tuple[int, dict[str, Any]]:

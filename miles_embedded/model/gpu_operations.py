@@ -21,19 +21,19 @@ def use_kernels(model: nn.Module) -> None:
         from miles_embedded.kernels.delta_rule import advance_delta_rule
         from miles_embedded.kernels.log_probs import log_probs
 
-        table = replace(with_row_kernels(operations_of(model)), route=route, experts=_experts, log_probs=log_probs)
+        table = replace(with_row_kernels(operations_of(model)), experts=_experts, log_probs=log_probs)
         use_operations(model, replace(table, delta_rule=advance_delta_rule))
 
 
 def with_row_kernels(table: Operations) -> Operations:
-    """Return ``table`` with the kernels of norms, rotations and gates (of experts, too), which compute each row by itself. Triton has to be
-    installed."""
+    """Return ``table`` with the kernels of norms, rotations, gates (of experts, too) and routers, which compute each row by itself. Triton has to
+    be installed."""
     from miles_embedded.kernels.norm import rms_norm
     from miles_embedded.kernels.rotation import rotate
     from miles_embedded.kernels.swiglu import swiglu, swiglu_of_halves
 
     experts = partial(swiglu_experts, gate=swiglu_of_halves)
-    return replace(table, norm=rms_norm, rotation=rotate, gate=swiglu, experts=experts)
+    return replace(table, norm=rms_norm, rotation=rotate, gate=swiglu, route=route, experts=experts)
 
 
 def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

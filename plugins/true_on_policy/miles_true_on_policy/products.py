@@ -44,8 +44,11 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         [..., columns].
     """
     flat = x.reshape(-1, x.shape[-1])
-    out = _multiply_tiles(flat if uses_kernels(x) else pad_tiles(flat).contiguous(), weight, bias)
-    return out[: len(flat)].reshape(*x.shape[:-1], out.shape[-1])
+    if uses_kernels(x):
+        out = _multiply_tiles(flat, weight, bias)
+    else:
+        out = _multiply_tiles(pad_tiles(flat).contiguous(), weight, bias)[: len(flat)]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _multiply_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -294,3 +294,36 @@ def test_a_row_of_a_grouped_product_depends_on_itself_only(kernels, inner, colum
             mine = owner == expert
             alone = kernels.product(x[mine][None], weight[expert].t()[None])[0]
             assert torch.equal(found[mine], alone)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 128, 1024, 1536, 2560, 4096, 5120, 7168])
+def test_a_norm_depends_on_its_row_only(kernels, width, dtype):
+    """Alone, in a block of the columns of a matrix, and with the sum that it reads."""
+    from miles_embedded.kernels.norm import rms_norm
+
+    x, other, weight = (torch.randn(*n, width, device="cuda").to(dtype) for n in ((1, 300, 4), (1, 300, 4), ()))
+    total = x + other
+    whole = rms_norm(total, weight, 1e-6)
+    for first, rows, heads in ((0, 300, 4), (0, 1, 1), (7, 16, 2), (3, 33, 4), (40, 257, 3)):
+        piece = (slice(None), slice(first, first + rows), slice(heads))
+        assert torch.equal(rms_norm(total[piece], weight, 1e-6), whole[piece])
+        found = rms_norm.of_sum(x[piece], other[piece], weight, 1e-6)
+        assert torch.equal(found[0], total[piece]) and torch.equal(found[1], whole[piece])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (32, 4), (128, 8), (513, 16)])
+def test_a_routed_row_depends_on_itself_only(kernels, experts, k):
+    """Also with given experts, as routing replay gives them in training."""
+    from miles_embedded.kernels.route import choose
+
+    x = torch.randn(300, experts, device="cuda").bfloat16()
+    weights, index = choose(x, k, True)
+    for first, rows in ((0, 1), (7, 3), (40, 257)):
+        piece = slice(first, first + rows)
+        assert all(torch.equal(a, b[piece]) for a, b in zip(choose(x[piece], k, True), (weights, index), strict=True))
+    assert torch.equal(choose(x, k, True, index)[0], weights)
