@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.sampling import Sampled, check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.engine.static_batch import StaticBatch
+    from miles_embedded.engine.static_prompts import StaticPromptCall
     from miles_embedded.engine.static_step import padded_rows
     from miles_embedded.engine.step import Emitted, StepEngine
     from miles_embedded.kernels.available import kernels_run
@@ -154,6 +155,7 @@ __all__ = [
     "Sampled",
     "StaticBatch",
     "StaticCall",
+    "StaticPromptCall",
     "StepEngine",
     "TokenVariants",
     "Variant",
@@ -243,6 +245,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.sampling": "Sampled check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.engine.static_batch": "StaticBatch",
+        "miles_embedded.engine.static_prompts": "StaticPromptCall",
         "miles_embedded.engine.static_step": "padded_rows",
         "miles_embedded.engine.step": "Emitted StepEngine",
         "miles_embedded.kernels.available": "kernels_run",

@@ -22,7 +22,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptBatch, PromptShape, StaticPrompts, TooManyTokens
 from miles_embedded.engine.store import to_device
-from miles_embedded.model.operations import attention, operations_of
+from miles_embedded.model.operations import operations_of
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class PromptGraphs:
         """Compute prefixes with a static pass; None where that is not possible."""
         lengths = [len(s) for s in sequences]
         # a plugin's attention may need the lengths of the prompts on the host
-        plain_attention = operations_of(self.runner.model).attention is attention
-        if not (self.used and plain_attention) or sum(lengths) > self._most:
+        static = getattr(operations_of(self.runner.model).attention, "static_prompts", False)
+        if not (self.used and static) or sum(lengths) > self._most:
             return None
         shape = PromptShape.of(lengths, names)
         if shape in self._never:

@@ -119,6 +119,7 @@ class StaticPromptCall(DeviceCall):
 
     Attributes:
         positions: [tokens] index of each token in its prompt.
+        bounds: [prompts + 1] int32, where each prompt starts, and the end of the last one. Unused prompts are empty.
     """
 
     def __init__(self, ctx: Context, cache: Cache, batch: PromptBatch, shape: PromptShape) -> None:
@@ -126,8 +127,8 @@ class StaticPromptCall(DeviceCall):
         self.positions, self.slots, self.columns = (
             x[: shape.tokens] for x in (batch.positions, batch.slots, batch.columns)
         )
-        bounds = batch.bounds[: shape.prompts + 1]
-        self._sequences = Sequences(bounds, bounds, shape.longest, shape.longest, causal=True)
+        self.bounds = batch.bounds[: shape.prompts + 1]
+        self._sequences = Sequences(self.bounds, self.bounds, shape.longest, shape.longest, causal=True)
 
     def attend(
         self,
@@ -140,9 +141,8 @@ class StaticPromptCall(DeviceCall):
     ) -> Tensor:
         """See ``Call.attend``."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        for kind, entries in (("k", k), ("v", v)):
-            slab = self.store.slab((kind, module.layer_idx), entries.shape[1], entries.shape[2:], entries)
-            self.write(slab, entries)
+        self.keep("k", module.layer_idx, k)
+        self.keep("v", module.layer_idx, v)
         if options is None and _runs_flash(query):
             return flash_forward(*pad_heads(q, k, v), self._sequences, scaling)[0][None, ..., : v.shape[-1]]
         if len(q) > _MOST_MASKED:
@@ -150,6 +150,10 @@ class StaticPromptCall(DeviceCall):
         grouped = query.shape[1] != key.shape[1]
         out = attend_padded(query, key, value, self._mask(options), scaling, grouped, options)
         return out.transpose(1, 2)
+
+    def keep(self, kind: str, layer: int, entries: Tensor) -> None:
+        """Store a layer's keys (``kind`` "k") or values ("v"), [tokens, heads, dim], in the cache."""
+        self.write(self.store.slab((kind, layer), entries.shape[1], entries.shape[2:], entries), entries)
 
     def _mask(self, options: AttentionOptions | None) -> Tensor:
         """[1, 1, tokens, tokens] True where the query (row) attends to the key (column): tokens with the same slot belong to one prompt."""

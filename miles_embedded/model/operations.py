@@ -109,6 +109,9 @@ def attention(
     return call.attend(module, query, key, value, scaling, options)
 
 
+attention.static_prompts = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Operations:
     """Table of the operations of one model.
@@ -136,7 +139,8 @@ class Operations:
         supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
             tokens whose sampler chose from a part of the vocabulary.
         attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every
-            layer.
+            layer. If it has a true attribute ``static_prompts``, it is also called with a ``StaticPromptCall``, so that CUDA graphs can compute
+            prompts: it then may not read numbers from the device.
     """
 
     norm: Norm | None = None

@@ -21,6 +21,8 @@ from miles_embedded.model.experts import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "expert_loads"
+#: Counters of an expert. Neighbouring choices use different ones, because a GPU adds to one address after the other.
+_COUNTERS = 64
 
 
 class _Served:
@@ -28,12 +30,13 @@ class _Served:
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
-        self._of_choices: dict[int, Tensor] = {}
+        self._of_choices: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of_choices(self, k: int) -> Tensor:
-        """Return the number of tokens of each choice, [rows * k]. Layers with the same k share the result."""
+    def of_choices(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the number of tokens of each choice and its counter, [rows * k]. Layers with the same k share the result."""
         if k not in self._of_choices:
-            self._of_choices[k] = self.tokens.repeat_interleave(k)
+            tokens = self.tokens.repeat_interleave(k)
+            self._of_choices[k] = tokens, torch.arange(len(tokens), device=tokens.device) % _COUNTERS
         return self._of_choices[k]
 
 
@@ -86,7 +89,7 @@ class ExpertLoads:
         if not self._experts:
             return []
         # a rank without samples has no counts, but must take part in the sum
-        flat = torch.zeros(self._starts[-1], dtype=torch.float64) if counts is None else counts.double().cpu()
+        flat = torch.zeros(self._starts[-1], dtype=torch.float64) if counts is None else counts.sum(1).double().cpu()
         return list(sum(flat).split(self._experts))
 
     def _record(self, layer: int, chosen: Tensor) -> None:
@@ -95,6 +98,7 @@ class ExpertLoads:
             return
         served: _Served = ctx.attached[_KEY]
         if self._counts is None:
-            self._counts = served.tokens.new_zeros(self._starts[-1])
-        count = self._counts[self._starts[layer] : self._starts[layer + 1]]
-        count.scatter_add_(0, chosen.flatten(), served.of_choices(chosen.shape[-1]))
+            self._counts = served.tokens.new_zeros(self._starts[-1], _COUNTERS)
+        count = self._counts[self._starts[layer] : self._starts[layer + 1]].view(-1)
+        tokens, counter = served.of_choices(chosen.shape[-1])
+        count.scatter_add_(0, chosen.flatten() * _COUNTERS + counter, tokens)

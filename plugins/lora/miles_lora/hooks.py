@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ class Trained:
     targets: list[Target]
     adapters: dict[str, Adapter]
     options: LoraOptions
+
+    @cached_property
+    def views(self) -> dict[str, Any]:
+        """Every tensor of the model's checkpoint by its name, those of the adapters included."""
+        return {view.name: view for view in views(self.model)}
+
+    @cached_property
+    def own(self) -> set[str]:
+        """Names of the adapters' parameters."""
+        adapters = [name for name, module in self.model.named_modules() if isinstance(module, Adapter)]
+        return {f"{name}.{leaf}" for name in adapters for leaf in ("lora_A", "lora_B")}
 
     def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the complete A and B of each adapter. A collective if ranks divide them."""
@@ -229,19 +241,12 @@ def merge(trained: Trained, stream: Iterator[WeightUnit]) -> Iterator[WeightUnit
     Sums are computed in float32 and rounded once to the dtype of the base. A collective: every rank consumes it to the end.
     """
     matrices, parameters = trained.matrices(), trained.model.state_dict(keep_vars=True)
-    by_name = {view.name: view for view in views(trained.model)}
-    own = {
-        f"{name}.{leaf}"
-        for name, module in trained.model.named_modules()
-        if isinstance(module, Adapter)
-        for leaf in ("lora_A", "lora_B")
-    }
     source, delta = "", torch.empty(0)
     for unit in stream:
         tensors, changed = {}, False
         for name, tensor in unit.tensors.items():
-            view = by_name.get(name)
-            if view is not None and view.source in own:  # under the name that a checkpoint would have
+            view = trained.views.get(name)
+            if view is not None and view.source in trained.own:  # under the name that a checkpoint would have
                 continue
             if view is not None and view.source in matrices:
                 if view.source != source:

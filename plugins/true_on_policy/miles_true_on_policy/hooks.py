@@ -82,13 +82,15 @@ def make_operations(device: torch.device) -> Operations:
         return found
 
     assert fast.rotation is not None and fast.gate is not None
+    by_tiles: Any = skip_mode(attend)
+    by_tiles.static_prompts = True
     return replace(
         fast,
         norm=RowNorm(fast.norm),
         rotation=skip_mode(fast.rotation),
         gate=skip_mode(fast.gate),
         experts=experts,
-        attention=skip_mode(attend),
+        attention=by_tiles,
     )
 
 

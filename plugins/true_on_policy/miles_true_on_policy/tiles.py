@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from miles_core.plugin import ConfigError
-from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall
+from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall, StaticPromptCall
 from miles_true_on_policy.attention_kernel import BLOCK, FIELDS, Place, attend_tiles, choose_tile, queries_of
 from miles_true_on_policy.sequences import to_device
 
@@ -37,9 +37,8 @@ def attend_by_tiles(
     ``attend_tiles`` for ``sums``."""
     q, k, v = (_with_plain_rows(x[0].transpose(0, 1)) for x in (query, key, value))
     heads, kv_heads = query.shape[1], key.shape[1]
-    if not isinstance(
-        call, StaticCall
-    ):  # a prompt comes before the first step in static buffers, which may be recorded in a graph
+    # a plain prompt comes before the first pass in static buffers, which may be recorded in a graph
+    if not isinstance(call, (StaticCall, StaticPromptCall)):
         check_attention(heads, kv_heads, q.shape[2], v.shape[2], q.dtype, q.device)
     if isinstance(call, StaticCall):
         keys, values = (_of_slabs(*slabs) for slabs in call.append(module.layer_idx, key, value))
@@ -98,6 +97,8 @@ def _places(call: Call, kind: str, layer: int, entries: Tensor, rows: Tensor) ->
         return _of_slabs(cache.prefixes.slab((kind, layer), *shape), own)
     if isinstance(call, PromptCall):
         call.store(kind, layer, call.pad(rows).transpose(1, 2))
+    if isinstance(call, StaticPromptCall):
+        call.keep(kind, layer, rows)
     place = Place.of_rows(rows)
     return place, place
 
@@ -120,6 +121,8 @@ def _compute_tiles(call: Call, queries: int, device: torch.device) -> Tensor:
         one, each = torch.ones_like(call.slots), torch.arange(len(call.slots), device=device)
         prompts = call.per_token(call.prompt_lengths), call.per_token(call.prompt_slots)
         return torch.stack((each, one, call.positions, *prompts, call.slots), 1)
+    if isinstance(call, StaticPromptCall):
+        return _tiles_of_prompts(call.bounds, queries, len(call.positions))
     start, count, front, front_slot, own_slot, before = _segments(call)
     tiles = -(-count // queries)
     segment = np.repeat(np.arange(len(count)), tiles)
@@ -131,6 +134,19 @@ def _compute_tiles(call: Call, queries: int, device: torch.device) -> Tensor:
     for field, values in ((3, front), (4, front_slot), (5, own_slot)):
         records[:, field] = values[segment]
     return to_device(records, device)
+
+
+def _tiles_of_prompts(bounds: Tensor, queries: int, tokens: int) -> Tensor:
+    """The records of packed prompts that start at ``bounds`` [prompts + 1]; as many as ``tokens`` may need, the others without queries."""
+    start, length = bounds[:-1].long(), bounds.diff().long()
+    tiles = (length + queries - 1) // queries
+    ends = tiles.cumsum(0)
+    tile = torch.arange(tokens // queries + len(length), device=bounds.device)
+    prompt = torch.searchsorted(ends, tile, right=True).clamp(max=len(length) - 1)
+    offset = (tile - (ends - tiles)[prompt]) * queries
+    count = (length[prompt] - offset).clamp(0, queries)
+    offset, first = torch.where(count > 0, offset, 0), start[prompt]
+    return torch.stack((first + offset, count, offset, torch.zeros_like(tile), first, first), 1)
 
 
 def _segments(call: Call) -> tuple[np.ndarray, ...]:

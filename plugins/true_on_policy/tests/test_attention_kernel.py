@@ -9,7 +9,7 @@ from attention_calls import MODULE, OPTIONS, heads, packed
 
 from miles_core.contracts.trainer import Context
 from miles_core.plugin import ConfigError
-from miles_embedded import DecodeCall, PromptCall, StaticCall
+from miles_embedded import DecodeCall, PromptCall, StaticCall, StaticPromptCall
 from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.static_batch import StaticBatch
 
@@ -99,6 +99,29 @@ def test_a_decoded_token_has_the_bits_of_its_prompt(attend, name, static):
         cache.own.lengths[rows] += 1
         for row, (n, expected) in enumerate(zip(prompts, whole, strict=True)):
             assert torch.equal(found[0, row], expected[n + step])
+
+
+@pytest.mark.parametrize("lengths", [[37, 5, 20], [1], [16] * 4])
+@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
+def test_prompts_in_static_buffers_have_the_bits_of_plain_ones(attend, lengths, name):
+    from miles_embedded.engine.static_prompts import PromptBatch, PromptShape
+
+    options, device, count = on(HERE, OPTIONS[name]), torch.device(HERE), sum(lengths)
+    shape, batch, caches = PromptShape.of(lengths, set()), PromptBatch(device), (Cache(), Cache())
+    qkv = [x.to(HERE) for x in heads(shape.tokens, torch.Generator().manual_seed(5))]
+    slots = [cache.add_prefixes(lengths) for cache in caches]
+    rows = torch.arange(shape.tokens, device=device)
+    plain = PromptCall(Context("rollout", (0,), rows[:count]), lengths, caches[0], slots[0])
+    expected = attend(plain, MODULE, *(x[:, :, :count] for x in qkv), 0.25, options)
+    prefixes = caches[1].prefixes
+    prefixes.reserve(prefixes.size + 1, 1)
+    batch.fill([[2] * n for n in lengths], slots[1], prefixes.size, shape, [0] * len(lengths))
+    static = StaticPromptCall(Context("rollout", (0,), rows), caches[1], batch, shape)
+    assert torch.equal(attend(static, MODULE, *qkv, 0.25, options)[:, :count], expected)
+    for kind in "kv":
+        stored = [cache.prefixes.slabs[kind, 0] for cache in caches]
+        for n, one, two in zip(lengths, *slots, strict=True):
+            assert torch.equal(stored[0][one, :, :n], stored[1][two, :, :n])
 
 
 def test_products_of_groups(triton):

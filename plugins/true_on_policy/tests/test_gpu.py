@@ -97,7 +97,8 @@ def gap(checkpoint, dtype, exact, graphs=False, temperature=1.0):
         trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
         found = trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy()
         largest = max(largest, float(np.abs(found - expected).max()))
-    assert not (graphs and engine.async_steps.refused), engine.async_steps.refused
+    refused = engine.async_steps.refused or engine.prompts.refused
+    assert not (graphs and refused), refused
     return len(expected), largest
 
 
