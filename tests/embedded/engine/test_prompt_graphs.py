@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +23,7 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptShape, StaticPromptCall, padded_tokens
 from miles_embedded.model.experts import routed_blocks
 from miles_embedded.model.load import load_model
+from miles_embedded.model.operations import operations_of, use_operations
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15], list(range(3, 30))]
@@ -179,6 +181,22 @@ def test_a_pass_with_more_tokens_is_a_plain_one(small):
     assert len(passes) == 1
     generate(engine, [[3] * 21])
     assert len(passes) == 1 and engine.prompts.used and not engine.prompts.refused
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_replaced_attention_says_whether_it_takes_static_prompts(small, static):
+    seen, expected = set(), generate(make(small, False))
+
+    def attend(call, *rest):
+        seen.add(type(call).__name__)
+        return call.attend(*rest)
+
+    if static:
+        attend.static_prompts = True
+    engine = make(small, True)
+    use_operations(engine.model, replace(operations_of(engine.model), attention=attend))
+    assert [answer.tokens for answer in generate(engine)] == [answer.tokens for answer in expected]
+    assert not engine.prompts.refused and ("StaticPromptCall" in seen) is static
 
 
 def test_a_large_model_has_passes_of_fewer_tokens():
