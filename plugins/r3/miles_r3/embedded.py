@@ -27,7 +27,7 @@ from miles_embedded import (
     routed_blocks,
     use_operations,
 )
-from miles_r3 import ROUTES
+from miles_r3 import MOST_INT8, ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import (
     RULES,
@@ -42,6 +42,8 @@ from miles_r3.routers import (
 #: Keys in ``Context.attached``: the routes to replay, the mask of rows with a record, a router's logits until its experts run, the
 #: trainer's own choices, and the layer whose router has replayed its routes itself, until its experts run.
 REPLAY, RECORDED, LOGITS, OWN, REPLAYED = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES, "r3.replayed"
+#: Key in ``Context.attached``: the engine's choices by layer, until all layers have chosen.
+LAYERS = "r3.layers"
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
@@ -62,7 +64,7 @@ def tap(model: nn.Module, deterministic: bool = False) -> None:
             continue
         rule = matching_rule(found.block)
         found.scores.register_forward_hook(_keep_exact_logits if deterministic else _keep_logits)
-        hook = _experts_hook(position, len(blocks), found.block, rule, deterministic)
+        hook = _experts_hook(position, len(blocks), found, rule, deterministic)
         found.experts.register_forward_pre_hook(hook)
         if not deterministic:
             _replay_in_operation(position, len(blocks), found, rule)
@@ -192,7 +194,9 @@ def _logits(output: Any) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, deterministic: bool) -> Any:
+def _experts_hook(position: int, count: int, found: Routed, rule: Weights, deterministic: bool) -> Any:
+    block = found.block
+
     def hook(experts: nn.Module, args: tuple) -> tuple | None:
         ctx = active_context()
         if ctx is None:
@@ -204,7 +208,7 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
         if deterministic:
             own = lowest_first_top_k(scores_for_choice(logits.detach(), block, rule), own.shape[-1])
         if ctx.kind == "rollout":
-            record(ctx, position, count, own)
+            record(ctx, position, count, own, found.count)
         elif REPLAY in ctx.attached:
             index = _replayed(ctx, position, count, own)
             return hidden, index, rule(logits, index, block).to(weights.dtype)
@@ -227,7 +231,7 @@ def _scores_hook(position: int, count: int, found: Routed, deterministic: bool) 
             own = lowest_first_top_k(logits.detach(), found.top_k)
         index = own
         if ctx.kind == "rollout":
-            record(ctx, position, count, own)
+            record(ctx, position, count, own, found.count)
         elif REPLAY in ctx.attached:
             index = _replayed(ctx, position, count, own)
         elif not deterministic:
@@ -256,11 +260,12 @@ def _given_routes(ctx: Context, position: int, count: int, rows: int, k: int) ->
     return routes[:, position]
 
 
-def record(ctx: Context, position: int, count: int, index: Tensor) -> None:
-    """Write one layer's choices [rows, k] into the call's record [rows, layers, k]."""
-    routes = ctx.extras.get(ROUTES.name)
-    if routes is None:
-        routes = ctx.extras[ROUTES.name] = torch.empty(
-            len(index), count, index.shape[-1], dtype=torch.int32, device=index.device
-        )
-    routes[:, position] = index.to(torch.int32)
+def record(ctx: Context, position: int, count: int, index: Tensor, experts: int) -> None:
+    """Keep one layer's choices [rows, k] of ``experts`` experts. Those of all ``count`` layers become the call's record [rows, layers, k] at once:
+    a decode step of one launch per layer would be slower."""
+    layers = ctx.attached.setdefault(LAYERS, {})
+    layers[position] = index
+    if len(layers) == count:
+        whole = torch.stack([layers[i] for i in range(count)], 1)
+        ctx.extras[ROUTES.name] = whole.to(torch.int8 if experts <= MOST_INT8 else torch.int16)
+        del ctx.attached[LAYERS]

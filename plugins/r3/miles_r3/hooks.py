@@ -17,15 +17,13 @@ from miles_core.data import Batch, Sample
 from miles_core.plugin import DataError, PluginError, Policy, hookimpl
 from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
-from miles_r3 import ROUTES
+from miles_r3 import MOST_INT8, ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, tap
 from miles_r3.spill import RouteBuffer
 
 #: Kinds of passes that replay routes: passes of the policy over sampled tokens. Reference, teacher and critic models use their own routes.
 REPLAYED = ("old", "train", "verify")
-#: Maximum number of experts whose indices, and -1, fit into int8.
-MOST_INT8 = 128
 
 
 class R3:

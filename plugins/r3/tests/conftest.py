@@ -32,7 +32,7 @@ def make_block(family, deterministic=False, dtype=torch.float32, route=None, dev
 
     Its routers compute their choice with the operation ``route`` if one is given."""
     from miles_embedded.model.load import NAME
-    from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
+    from miles_r3.embedded import LAYERS, RECORDED, REPLAY, moe_blocks, tap
 
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     values = values | ({"n_routed_experts": 8} if "n_routed_experts" in values else {})
@@ -64,7 +64,8 @@ def make_block(family, deterministic=False, dtype=torch.float32, route=None, dev
             calls._active.ctx = None
         ctx.attached["output"] = output[0] if isinstance(output, tuple) else output
         if kind == "rollout":
-            ctx.extras[ROUTES.name] = ctx.extras[ROUTES.name][:, -1]
+            whole = ctx.extras.get(ROUTES.name)  # without the other blocks' choices only if this is the only block
+            ctx.extras[ROUTES.name] = ctx.attached[LAYERS][len(blocks) - 1] if whole is None else whole[:, -1]
         return ctx
 
     return block, run

@@ -101,7 +101,7 @@ def model(request):
 
 def test_a_rollout_records_every_rows_choices(model):
     hidden, routes = recorded(model)
-    assert routes.shape == (len(TOKENS), len(moe_blocks(model)), 2) and routes.dtype == torch.int32
+    assert routes.shape == (len(TOKENS), len(moe_blocks(model)), 2) and routes.dtype == torch.int8
     assert torch.equal(hidden, run(model, CausalCall("train")))
     assert (routes[..., 0] != routes[..., 1]).all() and routes.min() >= 0 and routes.max() < 8
 

@@ -23,7 +23,7 @@ def test_replaying_what_was_recorded_changes_no_bit(block_with_call, family, dty
     with torch.no_grad():
         rollout = run("rollout")
         routes = rollout.extras[ROUTES.name]
-        assert routes.shape == (ROWS, 2) and routes.dtype == torch.int32 and len(routes.unique(dim=0)) > 3
+        assert routes.shape == (ROWS, 2) and len(routes.unique(dim=0)) > 3
         replayed = run("train", routes.long())
     assert torch.equal(replayed.attached["output"], rollout.attached["output"])
     assert all(float(count) == 0 for count, _ in disagreement(replayed).values())
