@@ -1,9 +1,8 @@
 """Triton attention kernels for a decode step: queries attend to their row's prompt and own tokens, directly in the cache.
 
-The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program handles one split of one query for
-the query heads that share a key/value head; a second kernel merges the splits by their sums of exponentials. The split of a key
-depends on its position only, so the result of a query depends neither on the batch, nor on where its prompt ends, nor on the number of
-queries of its row.
+The keys of a row are divided into splits of one size (Dao et al. 2023, Flash-Decoding). A program handles one split of one query for
+the query heads that share a key/value head; a second kernel merges the splits by their sums of exponentials. With many rows, which occupy the
+GPU without splits, splits are larger. The result of a query depends neither on where its prompt ends nor on the number of queries of its row.
 """
 
 from __future__ import annotations
@@ -20,8 +19,12 @@ from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.model.attention import AttentionOptions
 
-#: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
+#: Keys per loop iteration, the fewest keys per split, and the largest number of splits.
 BLOCK, SPLIT, MOST_SPLITS = 32, 128, 64
+#: Splits are doubled up to ``LARGE_SPLIT`` keys as long as there are ``ENOUGH_PROGRAMS``, which differ in length. Rows of at most ``SHORT`` keys
+#: need fewer programs, and are not split then.
+ENOUGH_PROGRAMS, LARGE_SPLIT = 3072, 1024
+ENOUGH_SHORT, SHORT = 512, 512
 #: Splits that a program merges at once. A constant, so that the order of additions does not depend on the batch.
 AT_ONCE = 4
 #: Warps and pipeline stages of a program.
@@ -114,7 +117,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     q, fed_keys, fed_values, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size, key_head, key_row, value_head, value_row,
     FED: tl.constexpr, QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
     release(OVERLAP)
@@ -157,8 +160,11 @@ def _attend_split(  # type: ignore[no-untyped-def]
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
     place = query_head * tl.num_programs(2) + split
-    tl.store(sums + place * 2, highest, mask=real)
-    tl.store(sums + place * 2 + 1, total, mask=real)
+    if DIRECT:  # the only split: ``partial`` is the result
+        result = (result / total[:, None]).to(partial.dtype.element_ty)
+    else:
+        tl.store(sums + place * 2, highest, mask=real)
+        tl.store(sums + place * 2 + 1, total, mask=real)
     tl.store(partial + place[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
 
 
@@ -228,10 +234,11 @@ def attend_rows(
     rows, heads, dim = q.shape
     (prompt_keys, own_keys), (prompt_values, own_values) = keys, values
     kv_heads, value_dim = own_keys.shape[1], own_values.shape[3]
-    size, splits = _split(call.longest)
-    partial = q.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
-    sums = q.new_empty(rows, heads, splits, 2, dtype=torch.float32)
+    size, splits = _split(call.longest, rows // call.queries * kv_heads)
     out = own_values.new_empty(rows, heads, value_dim)
+    direct = splits == 1 and options.sinks is None and epilogue is None
+    partial = out if direct else q.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
+    sums = q.new_empty(rows, heads, splits, 2, dtype=torch.float32)
     wide: dict[str, Any] = {"QUERIES": call.queries, "VALUE_DIM": value_dim, "BLOCK_VALUE": _block(value_dim)}
     tokens = (call.prompt_slots, call.prompt_lengths, call.lengths)
     slabs = (prompt_keys, prompt_values, own_keys, own_values)
@@ -239,10 +246,11 @@ def attend_rows(
     key, value = fed or (q, q)
     strides = (*key.stride()[1:3], *value.stride()[1:3]) if fed else (0, 0, 0, 0)
     heads_of = {"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim, "FED": fed is not None}
-    constants = {**heads_of, **wide, **_constants(options, heads // kv_heads, dim), **overlap(q)}
+    constants = {**heads_of, **wide, **_constants(options, heads // kv_heads, dim), "DIRECT": direct, **overlap(q)}
     grid = (rows, kv_heads, splits)
     _attend_split[grid](q, key, value, *slabs, *tokens, partial, sums, *numbers, *strides, **constants)
-    _merge(partial, sums, out, call, size, wide, options.sinks, epilogue)
+    if not direct:
+        _merge(partial, sums, out, call, size, wide, options.sinks, epilogue)
     return out
 
 
@@ -297,10 +305,15 @@ def _fits(epilogue: RowEpilogue, rows: int, dim: int) -> bool:
     return epilogue.rows == rows and dim % epilogue.tile == 0 and dim == _block(dim)
 
 
-def _split(longest: int) -> tuple[int, int]:
-    """Keys per split and number of splits for rows of at most ``longest`` tokens."""
+def _split(longest: int, programs: int) -> tuple[int, int]:
+    """Return keys per split and number of splits for rows of at most ``longest`` tokens; ``programs`` is the number of rows times key/value
+    heads."""
+    if longest <= SHORT and programs >= ENOUGH_SHORT:
+        return SHORT, 1
     size = SPLIT
-    while MOST_SPLITS * size < longest:
+    while MOST_SPLITS * size < longest or (
+        size < LARGE_SPLIT and programs * cdiv(longest, 2 * size) >= ENOUGH_PROGRAMS
+    ):
         size *= 2
     return size, cdiv(longest, size)
 

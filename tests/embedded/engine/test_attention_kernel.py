@@ -25,11 +25,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("enough", [1 << 30, 1])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case, queries):
+def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, monkeypatch, case, queries, enough):
+    """With the most splits, and with as few as many rows have."""
+    from miles_embedded.engine import attention_kernel
     from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
+    for name in ("ENOUGH_PROGRAMS", "ENOUGH_SHORT"):
+        monkeypatch.setattr(attention_kernel, name, enough)
     rows, heads, kv_heads, dim, value_dim, prompt_width, own_width, given = case
     generator = torch.Generator().manual_seed(0)
     cache, batch = Cache(), StaticBatch(rows, torch.device("cpu"))
@@ -96,3 +101,13 @@ def test_a_query_has_the_same_bits_alone_and_beside_others_of_its_row(triton):
     for i in range(3):
         call = StaticCall(None, cache, batch, 2, 1, batch.lengths[:2] + i)
         assert torch.equal(attend_rows(q[:, i].contiguous(), keys, values, call, 0.25), together[:, i])
+
+
+@pytest.mark.parametrize(("longest", "programs", "expected"), [
+    (320, 511, (128, 3)), (320, 512, (512, 1)), (1088, 512, (128, 9)), (1088, 1024, (512, 3)), (4608, 512, (512, 9)), (4608, 2048, (1024, 5)),
+    (100_000, 1, (2048, 49)), (100, 1, (128, 1)),
+])  # fmt: skip
+def test_more_rows_have_fewer_splits(triton, longest, programs, expected):
+    from miles_embedded.engine.attention_kernel import _split
+
+    assert _split(longest, programs) == expected

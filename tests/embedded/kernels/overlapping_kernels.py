@@ -51,6 +51,7 @@ SPLIT_TYPES = {
     "*fp32": "partial sums",
     "fp32": "scaling cap",
 }
+DIRECT_TYPES = SPLIT_TYPES | {"*bf16": SPLIT_TYPES["*bf16"] + " partial", "*fp32": "sums"}
 MERGE_TYPES = {
     "*fp8e4nv": "first",
     "*fp32": "partial sums second",
@@ -70,7 +71,8 @@ EXPERTS_TYPES = {"*fp8e4nv": "x codes", "*fp32": "x_scales scales", "*i64": "row
 #: Module, kernel, its parameters by type (all others are i32), its constants.
 CASES: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (f"{ENGINE}.attention_kernel", "_append_row", {"*bf16": "key value keys values", "*i64": "lengths"}, APPEND),
-    (f"{ENGINE}.attention_kernel", "_attend_split", SPLIT_TYPES, HEADS | HEAD_BLOCKS),
+    (f"{ENGINE}.attention_kernel", "_attend_split", SPLIT_TYPES, HEADS | HEAD_BLOCKS | {"DIRECT": False}),
+    (f"{ENGINE}.attention_kernel", "_attend_split", DIRECT_TYPES, HEADS | HEAD_BLOCKS | {"DIRECT": True}),
     (f"{ENGINE}.attention_kernel", "_merge_splits", MERGE_TYPES, MERGE | CODES),
     (f"{ENGINE}.attention_kernel", "_merge_splits", MERGE_TYPES, MERGE | NO_CODES),
     (f"{KERNELS}.draw", "_draw", DRAW_TYPES, {"BLOCK": 128, "BLOCKS": 2}),
@@ -79,8 +81,8 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (f"{KERNELS}.experts", "_sum_choices", SUM_TYPES, {"K": 2, "WEIGHTED": False, "BLOCK": 128}),
     (f"{KERNELS}.grouped", "_product", GROUPED_TYPES, GROUPED | {"GATED": True, "GATHERED": True}),
     (f"{KERNELS}.grouped", "_product", GROUPED_TYPES, GROUPED | {"GATED": False, "GATHERED": False}),
-    (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | CODES),
-    (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | NO_CODES),
+    (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | {"UNIT": 16} | CODES),
+    (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | {"UNIT": 16} | NO_CODES),
     (f"{KERNELS}.norm", "_add_forward", ADD_NORM_TYPES, NORM | CODES),
     (f"{KERNELS}.norm", "_add_forward", ADD_NORM_TYPES, NORM | NO_CODES),
     (f"{KERNELS}.rotation", "_rotate", {"*bf16": "query key cosine sine query_out key_out"}, ROTATION),
