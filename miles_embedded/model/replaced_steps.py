@@ -241,8 +241,9 @@ def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str)
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        plain = not args and not kwargs and len(q) == len(k) == 1 and q.shape[3] % 2 == 0
-        plain = plain and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
+        with torch._C.DisableTorchFunction():  # as in ``_all_are``
+            plain = not args and not kwargs and len(q) == len(k) == 1 and q.shape[3] % 2 == 0
+            plain = plain and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
         if not plain or not _all_are(dtype, device, q, k, cos, sin):
             found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
             return found
@@ -303,4 +304,5 @@ def _same(expected: Any, found: Tensor) -> bool:
 
 
 def _all_are(dtype: torch.dtype, device: str, *tensors: Tensor) -> bool:
-    return all(x.dtype == dtype and x.device.type == device for x in tensors)
+    with torch._C.DisableTorchFunction():  # a mode of torch's functions would see every attribute
+        return all(x.dtype == dtype and x.device.type == device for x in tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_embedded.model.parts import put_forward
-from miles_embedded.model.row_readers import find_epilogue
+from miles_embedded.model.row_readers import epilogue_of
 
 #: (x, other, weight, eps, epilogue) -> ``x + other`` and its norm.
 OfSum = Callable[..., tuple[Tensor, Tensor]]
@@ -86,8 +86,7 @@ def _add(norm: Any, x: Tensor, other: Tensor) -> Tensor:
     if norm is None or _OF_SUM not in norm.__dict__ or not _fit(norm.weight, x, other):
         return x + other
     of_sum, eps = norm.__dict__[_OF_SUM]
-    epilogue = find_epilogue(norm, (x.numel() // x.shape[-1], x.shape[-1]), x.dtype)
-    total, normed = of_sum(x, other, norm.weight, eps, epilogue)
+    total, normed = of_sum(x, other, norm.weight, eps, epilogue_of(norm, x))
     norm.__dict__[_COMPUTED] = total, total._version, normed
     result: Tensor = total
     return result
@@ -95,8 +94,9 @@ def _add(norm: Any, x: Tensor, other: Tensor) -> Tensor:
 
 def _fit(weight: Tensor, x: Tensor, other: Tensor) -> bool:
     """Whether a kernel can read these; the weight of the next layer may still be sharded. A tensor of inference mode has no version."""
-    whole = type(weight) in (nn.Parameter, Tensor) and x.shape == other.shape and not x.is_inference()
-    return whole and all(t.dtype == weight.dtype and t.device == weight.device for t in (x, other))
+    with torch._C.DisableTorchFunction():  # a mode of torch's functions would see every attribute
+        whole = type(weight) in (nn.Parameter, Tensor) and x.shape == other.shape and not x.is_inference()
+        return whole and all(t.dtype == weight.dtype and t.device == weight.device for t in (x, other))
 
 
 class _Stub:

@@ -32,9 +32,16 @@ def find_epilogue(module: nn.Module, shape: tuple[int, int], dtype: torch.dtype)
     return None if reader is None or torch.is_grad_enabled() or 0 in shape else reader(shape, dtype)
 
 
+def epilogue_of(module: nn.Module, x: Tensor) -> RowEpilogue | None:
+    """Return ``find_epilogue`` for rows like x [..., K]."""
+    if _ATTRIBUTE not in module.__dict__:
+        return None
+    return find_epilogue(module, (x.numel() // x.shape[-1], x.shape[-1]), x.dtype)
+
+
 def compute_rows(module: nn.Module, operation: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
     """Return ``operation(x, *others)``, rows like x [..., K], and store what their reader needs; the operation accepts an epilogue."""
-    epilogue = find_epilogue(module, (x.numel() // x.shape[-1], x.shape[-1]), x.dtype)
+    epilogue = epilogue_of(module, x)
     return operation(x, *others) if epilogue is None else operation(x, *others, epilogue)
 
 
