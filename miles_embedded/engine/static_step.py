@@ -92,8 +92,13 @@ class StaticStep:
 
         batch, operations, count = self.batch, operations_of(self.runner.model), len(logits)
         draw_rows(logits, batch, stream_start(self.seed))
-        if (
-            operations.log_softmax is not log_softmax
-        ):  # the kernel's log-probabilities are not those of the model's own function
-            divided = divide_by_temperature(logits, batch.temperature[:count])  # in float32, as the temperatures
-            batch.results[1, :count] = operations.log_probs(divided, batch.tokens[:count])
+        if operations.log_softmax is log_softmax:
+            return
+        # the kernel's log-probabilities are not those of the model's own function
+        tokens, temperature = batch.tokens[:count], batch.temperature[:count]
+        of_logits = getattr(operations.log_probs, "of_logits", None)
+        if of_logits is None:
+            found = operations.log_probs(divide_by_temperature(logits.float(), temperature), tokens)
+        else:
+            found = of_logits(logits, tokens, temperature)
+        batch.results[1, :count] = found

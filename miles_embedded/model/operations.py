@@ -135,7 +135,8 @@ class Operations:
             trainer normalises with them wherever it needs more than ``log_probs``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
             the whole vocabulary if no entropy is needed. It may have a method ``of_logits``: (logits, tokens, temperature) -> the same, float32,
-            from logits that are neither converted to float32 nor divided.
+            from logits that are neither converted to float32 nor divided; a table with a ``log_softmax`` of its own also receives temperatures
+            [rows, 1] from the engine.
         supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
             tokens whose sampler chose from a part of the vocabulary.
         attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every

@@ -23,7 +23,7 @@ from miles_embedded import (
     with_row_kernels,
 )
 from miles_true_on_policy.attention import attend
-from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
+from miles_true_on_policy.log_probs import KernelLogProbs, log_probs, log_softmax, supported_log_probs
 from miles_true_on_policy.mode import compute_inside, skip_mode
 from miles_true_on_policy.products import check_tiles, multiply_groups
 
@@ -91,6 +91,7 @@ def make_operations(device: torch.device) -> Operations:
         gate=skip_mode(fast.gate),
         experts=experts,
         attention=by_tiles,
+        log_probs=KernelLogProbs(),
     )
 
 

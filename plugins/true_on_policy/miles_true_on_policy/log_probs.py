@@ -20,11 +20,22 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return [rows]: log-probabilities of ``tokens`` [rows] over logits [rows, vocabulary]."""
-    if not products.uses_kernels(logits) or logits.dtype != torch.float32:
-        return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    from miles_true_on_policy.normalize import pick_log_softmax
+    return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
-    return pick_log_softmax(logits, tokens)
+
+class KernelLogProbs:
+    """``log_probs`` on a GPU, with the same bits, also from logits in the model's type; see ``Operations.log_probs``."""
+
+    def __call__(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        if logits.dtype == torch.float64:
+            return log_probs(logits, tokens)
+        return self.of_logits(logits, tokens, 1.0)
+
+    def of_logits(self, logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> Tensor:
+        """Return [rows] FP32 from logits that are neither converted nor divided by the temperature, a number or [rows, 1] FP32."""
+        from miles_true_on_policy.normalize import pick_log_softmax
+
+        return pick_log_softmax(logits, tokens, temperature)
 
 
 def supported_log_probs(logits: Tensor, tokens: Tensor, support: Ragged) -> Tensor:

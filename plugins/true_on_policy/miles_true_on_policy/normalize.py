@@ -3,9 +3,11 @@
 PyTorch reads a row in pieces that depend on the alignment of its first entry, and so on the row's number where the vocabulary is not a multiple
 of 4.
 
-One kernel computes the level and the log of the sum of a row. The log-probability of an entry is the entry minus both, whether all entries are
-wanted or one per row: subtractions have one result, so both ways have the same bits. With one per row, neither the normalised rows nor the
-gradient of a gather are written to memory.
+A row is read in blocks of columns. One kernel sums the exponentials of each column, entry by entry, and a second one adds the columns. The order
+of additions in the second kernel may depend on the layout that the compiler chooses, but it always reads FP32, so it is the same for logits of
+every type. The log-probability of an entry is the entry minus the level and the log of the sum of its row, whether all entries are wanted or one
+per row: subtractions have one result, so both ways have the same bits. With one per row, neither the converted nor the normalised rows, nor the
+gradient of a gather, are written to memory.
 """
 
 from __future__ import annotations
@@ -17,18 +19,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Entries of a row that a program reads at once.
+#: Columns of a block.
 _BLOCK = 4096
 
 
+# fmt: off
 @triton.jit
-def _normalize(x, levels, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(x, divisor, known, DIVIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load logits as FP32, divided by the temperature as PyTorch divides."""
+    entry = tl.load(x, mask=known, other=-float("inf")).to(tl.float32)
+    if DIVIDE:
+        entry = tl.div_rn(entry, tl.full(entry.shape, 1.0, tl.float32) * divisor)
+    return entry
+
+
+@triton.jit
+def _sum_columns(  # type: ignore[no-untyped-def]
+    x, temperatures, levels, columns, width, x_row, temperature_row, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
+):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    source = x + row * width
+    source, divisor = x + row * x_row, tl.load(temperatures + row * temperature_row)
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, width, BLOCK):
-        entry = tl.load(source + first + column, mask=first + column < width, other=-float("inf"))
+        entry = _load(source + first + column, divisor, first + column < width, DIVIDE)
         now = tl.where(entry > highest, entry, highest)  # never NaN
         shift = tl.where(now == -float("inf"), 0.0, now)
         total = total * tl.exp(highest - shift) + tl.exp(entry - shift)  # NaN where the entry is
@@ -36,7 +50,13 @@ def _normalize(x, levels, width, BLOCK: tl.constexpr):  # type: ignore[no-untype
     top = tl.max(highest, 0)
     level = tl.where(top == -float("inf"), 0.0, top)
     tl.store(levels + row * 2, level)
-    tl.store(levels + row * 2 + 1, tl.log(tl.sum(total * tl.exp(highest - level), 0)))
+    tl.store(columns + row * BLOCK + column, total * tl.exp(highest - level))
+
+
+@triton.jit
+def _add_columns(columns, levels, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(levels + row * 2 + 1, tl.log(tl.sum(tl.load(columns + row * BLOCK + tl.arange(0, BLOCK)), 0)))
 
 
 @triton.jit
@@ -48,22 +68,28 @@ def _subtract(x, levels, out, width, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _pick(x, levels, tokens, out, width):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    entry = tl.load(x + row * width + tl.load(tokens + row))
-    tl.store(out + row, entry - tl.load(levels + row * 2) - tl.load(levels + row * 2 + 1))
+def _pick(  # type: ignore[no-untyped-def]
+    x, temperatures, levels, tokens, out, x_row, temperature_row, DIVIDE: tl.constexpr,
+):
+    row, one = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
+    divisor = tl.load(temperatures + row * temperature_row)
+    entry = _load(x + row * x_row + tl.load(tokens + row) + one, divisor, one < 1, DIVIDE)
+    tl.store(out + row + one, entry - tl.load(levels + row * 2) - tl.load(levels + row * 2 + 1))
 
 
-# fmt: off
 @triton.jit
 def _pick_backward(  # type: ignore[no-untyped-def]
-    grad, x, levels, tokens, out, width, BLOCK: tl.constexpr,
+    grad, x, temperatures, levels, tokens, out, width, x_row, temperature_row, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     level, log_total, given = tl.load(levels + row * 2), tl.load(levels + row * 2 + 1), tl.load(grad + row)
-    entry = tl.load(x + row * width + column, mask=column < width, other=0.0)
+    divisor = tl.load(temperatures + row * temperature_row)
+    entry = _load(x + row * x_row + column, divisor, column < width, DIVIDE)
     chosen = tl.where(column == tl.load(tokens + row), 1.0, 0.0)
-    tl.store(out + row * width + column, given * (chosen - tl.exp(entry - level - log_total)), mask=column < width)
+    result = given * (chosen - tl.exp(entry - level - log_total))
+    if DIVIDE:
+        result = result / divisor
+    tl.store(out + row * width + column, result, mask=column < width)
 
 # fmt: on
 
@@ -74,19 +100,39 @@ def log_softmax(x: Tensor) -> Tensor:
     return out
 
 
-def pick_log_softmax(x: Tensor, tokens: Tensor) -> Tensor:
-    """Return [rows] FP32: ``log_softmax`` of x [rows, width] FP32 at ``tokens`` [rows], with the same bits."""
-    out: Tensor = _Picked.apply(x, tokens)
+def pick_log_softmax(x: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Return [rows] FP32: ``log_softmax`` of x [rows, width], converted to FP32 and divided by ``temperature``, at ``tokens`` [rows], with the
+    same bits.
+
+    Args:
+        x: of any type up to FP32.
+        tokens: int64.
+        temperature: a number, or one per row [rows, 1] FP32.
+    """
+    divides = isinstance(temperature, Tensor) or temperature != 1.0
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((1, 1), temperature, device=x.device)
+    out: Tensor = _Picked.apply(x, tokens, temperature, divides)
     return out
 
 
-def _levels(x: Tensor) -> Tensor:
-    """[..., 2] for contiguous x [..., width]: what is subtracted from each row's entries, one after the other."""
-    levels = x.new_empty(*x.shape[:-1], 2)
-    if x.numel():
-        block = min(_BLOCK, max(16, triton.next_power_of_2(x.shape[-1])))
-        _normalize[(x.numel() // x.shape[-1],)](x, levels, x.shape[-1], BLOCK=block, num_warps=8 if block > 1024 else 4)
+def _levels(x: Tensor, temperature: Tensor, divides: bool) -> Tensor:
+    """[rows, 2] for x [rows, width] with contiguous rows: what is subtracted from each row's entries, one after the other."""
+    rows, width = x.shape
+    levels = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
+    if rows:
+        block = min(_BLOCK, max(16, triton.next_power_of_2(width)))
+        columns = torch.empty(rows, block, dtype=torch.float32, device=x.device)
+        options = {"BLOCK": block, "num_warps": 8 if block > 1024 else 4}
+        strides = x.stride(0), _row_of(temperature)
+        _sum_columns[(rows,)](x, temperature, levels, columns, width, *strides, DIVIDE=divides, **options)
+        _add_columns[(rows,)](columns, levels, **options)
     return levels
+
+
+def _row_of(temperature: Tensor) -> int:
+    """Return the distance between the temperatures of two rows; 0 if there is one for all."""
+    return 0 if len(temperature) == 1 else temperature.stride(0)
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
@@ -97,8 +143,9 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
-        out, levels = torch.empty_like(x), _levels(x)
+        out = torch.empty_like(x)
         if x.numel():
+            levels = _levels(x.view(-1, x.shape[-1]), x, False)  # of the temperatures no number is used
             _subtract[_grid(x)](x, levels, out, x.shape[-1], BLOCK=_BLOCK, num_warps=8)
         ctx.save_for_backward(out)
         return out
@@ -111,19 +158,23 @@ class _LogSoftmax(torch.autograd.Function):
 
 class _Picked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
-        x, tokens = x.contiguous(), tokens.contiguous()
-        out, levels = x.new_empty(len(x)), _levels(x)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, temperature: Tensor, divides: bool) -> Tensor:
+        x, tokens = x if x.stride(1) == 1 else x.contiguous(), tokens.contiguous()
+        out = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        levels = _levels(x, temperature, divides)
         if len(x):
-            _pick[(len(x),)](x, levels, tokens, out, x.shape[1], num_warps=1)
-        ctx.save_for_backward(x, levels, tokens)
+            strides = x.stride(0), _row_of(temperature)
+            _pick[(len(x),)](x, temperature, levels, tokens, out, *strides, DIVIDE=divides, num_warps=1)
+        ctx.save_for_backward(x, levels, tokens, temperature)
+        ctx.divides = divides
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, levels, tokens = ctx.saved_tensors
-        out = torch.empty_like(x)
+        x, levels, tokens, temperature = ctx.saved_tensors
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if len(x):
-            grad = grads[0].contiguous()
-            _pick_backward[_grid(x)](grad, x, levels, tokens, out, x.shape[1], BLOCK=_BLOCK, num_warps=8)
-        return out, None
+            given, sizes = (grads[0].contiguous(), x, temperature, levels, tokens, out), (x.shape[1], x.stride(0))
+            options = {"BLOCK": _BLOCK, "DIVIDE": ctx.divides, "num_warps": 8}
+            _pick_backward[_grid(x)](*given, *sizes, _row_of(temperature), **options)
+        return out, None, None, None

@@ -195,6 +195,15 @@ def test_the_log_probability_of_a_token_depends_on_its_row_only(kernels, vocabul
     for first, rows in ((0, 1), (7, 3), (40, 257)):
         piece = slice(first, first + rows)
         assert torch.equal(pick_log_softmax(x[piece].clone(), tokens[piece]), whole[piece])
+    narrow, divisor = x.bfloat16(), torch.linspace(0.3, 2, 300, device="cuda")[:, None]
+    expected = log_softmax(narrow.float() / divisor).gather(1, tokens[:, None])[:, 0]
+    assert torch.equal(pick_log_softmax(narrow, tokens, divisor), expected)
+    assert torch.equal(
+        pick_log_softmax(narrow[5:8], tokens[5:8], float(divisor[6])),
+        pick_log_softmax(narrow[5:8], tokens[5:8], divisor[6:7]),
+    )
+    assert torch.equal(pick_log_softmax(narrow[6:7], tokens[6:7], float(divisor[6])), expected[6:7])
+    assert torch.equal(pick_log_softmax(narrow, tokens), log_softmax(narrow.float()).gather(1, tokens[:, None])[:, 0])
 
 
 @pytest.mark.gpu

@@ -79,13 +79,33 @@ def test_the_log_probability_of_a_token_has_the_bits_of_log_softmax(triton, widt
     torch.testing.assert_close(one, two.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_trainer_picks_log_probabilities(triton, monkeypatch):
-    from miles_true_on_policy import normalize, products
-    from miles_true_on_policy.log_probs import log_probs, log_softmax
+@pytest.mark.parametrize("width", [3, 259, 5000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("each", [False, True])
+def test_logits_of_the_models_type_give_the_bits_of_converted_and_divided_ones(triton, width, dtype, each):
+    """One temperature as in training, and one per row as in a decode step."""
+    from miles_true_on_policy.log_probs import KernelLogProbs
+    from miles_true_on_policy.normalize import log_softmax
 
-    monkeypatch.setattr(products, "uses_kernels", lambda x: True)
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(6, 2 * width, generator=generator)).to(HERE, dtype)[:, width:].requires_grad_()
+    tokens = torch.randint(width, (6,), generator=generator).to(HERE)
+    temperature = torch.linspace(0.5, 1.5, 6, device=HERE)[:, None] if each else 0.7
+    divisor = temperature if each else torch.tensor(temperature, device=HERE)
+    found = KernelLogProbs().of_logits(x, tokens, temperature)
+    expected = log_softmax((x.float() / divisor).contiguous()).gather(1, tokens[:, None])[:, 0]
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    weights = torch.rand(6, generator=generator).to(HERE)
+    one, two = (torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(one, two, rtol=1e-2 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+def test_the_trainer_picks_log_probabilities(triton, monkeypatch):
+    from miles_true_on_policy import normalize
+    from miles_true_on_policy.log_probs import KernelLogProbs
+
     x, tokens = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)).to(HERE), torch.tensor([3, 49, 0, 7])
     tokens = tokens.to(HERE)
-    expected = log_softmax(x).gather(1, tokens[:, None])[:, 0]
+    expected = normalize.log_softmax(x).gather(1, tokens[:, None])[:, 0]
     monkeypatch.setattr(normalize, "log_softmax", None)  # writes every entry
-    assert torch.equal(log_probs(x, tokens), expected)
+    assert torch.equal(KernelLogProbs()(x, tokens), expected)
