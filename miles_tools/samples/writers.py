@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
