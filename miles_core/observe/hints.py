@@ -65,6 +65,8 @@ class Hints:
         self._history: dict[str, list[float]] = {}
         self._given: set[tuple[str, str]] = set()
         self._step = 0
+        self._names: list[str] = []  # of the last metrics, which are usually those of every step
+        self._matching: list[list[str]] = [[] for _ in self.known]  # those that each hint examines
 
     def of(self, metrics: Mapping[str, Any], step: int | None = None) -> list[Advice]:
         """Add the metrics of ``step`` (default: the step after that of the last call) and return new advice. Non-finite values are
@@ -76,11 +78,14 @@ class Hints:
                 past.append(math.nan if value is None else float(value))
                 if len(past) > self._keep + 20:
                     del past[20]
+        if (names := [*metrics]) != self._names:
+            self._names = names
+            self._matching = [fnmatch.filter(names, hint.metric) for hint in self.known]
         fresh = []
-        for hint in self.known:
+        for hint, matching in zip(self.known, self._matching, strict=True):
             if any(behaviour(self._history.get(metric) or [math.nan]) for metric, behaviour in hint.unless):
                 continue
-            for name in fnmatch.filter(metrics, hint.metric):
+            for name in matching:
                 if name in RESERVED or (hint.name, name) in self._given:
                     continue
                 if hint.behaviour(self._history[name]):

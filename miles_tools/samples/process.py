@@ -4,6 +4,7 @@ they were produced. It imports neither torch nor a tokenizer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from miles_tools.samples.rows import (
     Pieces,
     RecordedTokens,
     Row,
-    make_row,
     pack,
     response_of,
     store_media,
@@ -80,4 +80,4 @@ def _read(
         trained = [RemoteTokens(values, first + number) for number in range(len(samples))]
     elif recorded is not None:
         trained = [_Values(*each) for each in recorded]
-    return [make_row(step, sample, seen, data_set) for sample, seen in zip(samples, trained, strict=True)]
+    return JoinedRows.of(step, [*zip(samples, trained, repeat(data_set), strict=False)]).split()

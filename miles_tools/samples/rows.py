@@ -5,17 +5,20 @@ not import torch."""
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from miles_core.data.column import concatenate
 from miles_core.redact import MARK
 
 if TYPE_CHECKING:
@@ -84,49 +87,8 @@ class RecordedTokens(Protocol):
     def advantages(self) -> np.ndarray | None: ...
 
 
-def make_row(step: int, sample: Sample, trained: RecordedTokens | None, data_set: str) -> Row:
-    """Convert a sample, without the fields of plugins.
-
-    Args:
-        step: the step that trained on it, or after which it was evaluated.
-        sample: the sample.
-        trained: values recorded in training.
-        data_set: name of its evaluation set.
-    """
-    tokens = np.asarray(sample.tokens, np.int32)
-    plain = {
-        "step": step,
-        "set": data_set,
-        "group": sample.group_index,
-        "index": sample.index,
-        "policy": sample.policy,
-        "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
-        "reward": sample.reward,
-        "status": str(sample.status),
-        "removed": sample.remove_sample,
-        "metadata": sample.metadata,
-        "weight_versions": sample.weight_versions,
-        "response_length": sample.response_length,
-    }
-    if sample.media:
-        plain["media"] = describe_media(sample)
-    columns = {
-        "tokens": tokens,
-        "loss_mask": _as_array(sample.loss_mask, np.int8),
-        "rollout_log_probs": _as_array(sample.rollout_log_probs, np.float64),
-        "train_log_probs": _as_array(trained.log_probs if trained else None, np.float32),
-        "advantages": _as_array(trained.advantages if trained else None, np.float32),
-    }
-    return Row(plain, columns, sample.response_length)
-
-
-def count_tokens(row: Row) -> int:
-    """Return the number of tokens of a row, plus 1 for its other entries."""
-    tokens = row.columns.get("tokens")
-    return 1 if tokens is None else 1 + len(tokens)
+#: A sample, the values that training recorded for it, and the name of its evaluation set.
+Saved = tuple["Sample", RecordedTokens | None, str]
 
 
 def response_of(row: Row) -> np.ndarray:
@@ -148,39 +110,100 @@ def divide(sizes: Sequence[int], parts: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of ``make_row`` for another process. Their arrays of one column are one array, because many small ones take several times as
-    long to send.
+    """Rows of samples, without the fields of plugins. Their arrays of one column are one array, because many small ones take several times as
+    long to make and to send.
 
     Attributes:
-        texts: JSON text of each row's plain entries.
+        plain: plain entries of each row, or their ``pack_plain``.
         columns: name -> (length of each row's array or None, all arrays one after the other).
         response_lengths: that of each row.
     """
 
-    texts: list[str]
+    plain: Sequence[Mapping[str, Any]] | bytes
     columns: dict[str, tuple[list[int | None], np.ndarray]]
     response_lengths: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> JoinedRows:
-        """Join at least one row."""
-        columns = {}
-        for name in rows[0].columns:
-            arrays = [row.columns[name] for row in rows]
-            lengths = [None if array is None else len(array) for array in arrays]
-            known = [array for array in arrays if array is not None]
-            columns[name] = lengths, np.concatenate(known) if known else np.zeros(0)
-        return cls([to_json(row.plain) for row in rows], columns, [row.response_length for row in rows])
+    def of(cls, step: int, samples: Sequence[Saved]) -> JoinedRows:
+        """Convert samples. step: the step that trained on them, or after which they were evaluated."""
+        own, trained = [sample for sample, _, _ in samples], [recorded for _, recorded, _ in samples]
+        columns = {
+            "tokens": _join([sample.tokens for sample in own], np.int32),
+            "loss_mask": _join([sample.loss_mask for sample in own], np.int8),
+            "rollout_log_probs": _join([sample.rollout_log_probs for sample in own], np.float64),
+            "train_log_probs": _join([each.log_probs if each else None for each in trained], np.float32),
+            "advantages": _join([each.advantages if each else None for each in trained], np.float32),
+        }
+        plain = [_make_plain(step, sample, data_set) for sample, _, data_set in samples]
+        return cls(plain, columns, [sample.response_length for sample in own])
+
+    def __len__(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, plus 1 per row for its other entries."""
+        return len(self.columns["tokens"][1]) + len(self)
+
+    def pack(self) -> JoinedRows:
+        """Return the rows as another process can receive them, whatever objects user functions have put into their plain entries."""
+        return self if isinstance(self.plain, bytes) else replace(self, plain=pack_plain(self.plain))
 
     def split(self) -> list[Row]:
-        """Return the rows, each with the JSON text of its plain entries as the entry ""."""
-        columns: list[dict[str, np.ndarray | None]] = [{} for _ in self.texts]
+        """Return the rows."""
+        plain = pickle.loads(self.plain) if isinstance(self.plain, bytes) else self.plain
+        columns: list[dict[str, np.ndarray | None]] = [{} for _ in plain]
         for name, (lengths, values) in self.columns.items():
             at = 0
             for column, length in zip(columns, lengths, strict=True):
                 column[name] = None if length is None else values[at : at + length]
                 at += length or 0
-        return [Row({"": t}, c, n) for t, c, n in zip(self.texts, columns, self.response_lengths, strict=True)]
+        return [*map(Row, plain, columns, self.response_lengths)]
+
+
+def _make_plain(step: int, sample: Sample, data_set: str) -> dict[str, Any]:
+    plain = {
+        "step": step,
+        "set": data_set,
+        "group": sample.group_index,
+        "index": sample.index,
+        "policy": sample.policy,
+        "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": str(sample.status),
+        "removed": sample.remove_sample,
+        "metadata": sample.metadata,
+        "weight_versions": sample.weight_versions,
+        "response_length": sample.response_length,
+    }
+    if sample.media:
+        plain["media"] = describe_media(sample)
+    return plain
+
+
+def _join(values: Sequence[Any], dtype: type) -> tuple[list[int | None], np.ndarray]:
+    lengths = [None if value is None else len(value) for value in values]
+    return lengths, concatenate([value for value in values if value is not None], dtype)
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses objects other than those of JSON and a few more built-in types: a process may lack the class of the others."""
+
+    def reducer_override(self, value: Any) -> Any:
+        raise pickle.PicklingError(f"{type(value)} is not plain")
+
+
+def pack_plain(entries: Sequence[Mapping[str, Any]]) -> bytes:
+    """Pickle plain entries of rows. If user functions have put other objects into one of them, each row's are JSON text, the entry ""."""
+    packed = io.BytesIO()
+    try:
+        _PlainPickler(packed, 5).dump(entries)
+    except (pickle.PicklingError, RecursionError):
+        return pickle.dumps([{"": to_json(each)} for each in entries], 5)
+    return packed.getvalue()
 
 
 def pack(rows: Sequence[Row], pieces: Mapping[int, str], secrets: Sequence[str]) -> bytes:
@@ -252,10 +275,6 @@ def _round(values: np.ndarray) -> list[Any]:
     for bad in np.flatnonzero(~np.isfinite(array)):
         rounded[bad] = None
     return rounded
-
-
-def _as_array(values: Sequence[float] | np.ndarray | None, dtype: Any) -> np.ndarray | None:
-    return None if values is None else np.asarray(values, dtype)
 
 
 def describe_media(sample: Sample) -> list[dict[str, str]]:

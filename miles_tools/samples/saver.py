@@ -17,7 +17,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import DIRECTORY, FILE, KINDS, MEDIA, read_file, rollout_files
-from miles_tools.samples.rows import Pieces, Row, forget_media, pack, response_of, store_media
+from miles_tools.samples.rows import JoinedRows, Pieces, Row, forget_media, pack, response_of, store_media
 from miles_tools.samples.writers import Entry, Writers, make_entries
 from miles_workers.remote_sample import is_reference
 
@@ -79,9 +79,10 @@ class SampleSaver:
             if shown := [sample for sample, _, _ in listed if not is_reference(sample) and sample.media]:
                 self._store_media(shown, step)
             entries = await make_entries(step, listed)
-            rows = [entry for entry, _ in entries if isinstance(entry, Row)]
-            if len(rows) == len(entries) and sum(size for _, size in entries) <= SMALL:
+            here = [entry for entry, _ in entries if isinstance(entry, JoinedRows)]
+            if len(here) == len(entries) and sum(size for _, size in entries) <= SMALL:
                 # a thread would take the interpreter lock from the next step for longer
+                rows = [row for entry in here for row in entry.split()]
                 for row in rows:
                     self._pieces.add(response_of(row))
                 self.save(kind, step, rows)

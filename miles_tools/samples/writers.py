@@ -14,15 +14,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import join_parts, part_files
-from miles_tools.samples.rows import JoinedRows, Pieces, RecordedTokens, Row, count_tokens, divide, make_row
+from miles_tools.samples.rows import JoinedRows, Pieces, Saved, divide
 from miles_workers.object_reader import LocalReader, ObjectReader, ReaderEnded, open_reader
 from miles_workers.object_ref import Stored
 from miles_workers.remote_sample import Run, is_reference, pack_run, split_runs
@@ -32,6 +30,8 @@ from miles_workers.remote_tokens import RemoteTokens
 _AT_ONCE = 64
 #: Number of tokens for which another process is started.
 SHARE = 1 << 17
+#: Entries that such a share consists of, at least, if the driver has read its samples.
+_PARTS = 8
 #: Tokens whose texts are looked up before the event loop continues with other tasks.
 _LOOKUPS = 128
 #: Makes the function of the processes.
@@ -43,43 +43,43 @@ _RUN = 16
 #: Values that training recorded for the samples of a run: their reference and the position of the first one there; or log-probs and advantages of
 #: each sample.
 Recorded = tuple[Stored, int] | list[tuple[np.ndarray | None, np.ndarray | None]]
-#: A run of samples with recorded values and the name of its evaluation set; or a row, if the driver has read the sample.
-Entry = tuple[Run, Recorded | None, str] | Row
+#: A run of samples with recorded values and the name of its evaluation set; or rows, if the driver has read the samples.
+Entry = tuple[Run, Recorded | None, str] | JoinedRows
 
 
-async def make_entries(
-    step: int, samples: Sequence[tuple[Sample, RecordedTokens | None, str]]
-) -> list[tuple[Entry, int]]:
+async def make_entries(step: int, samples: Sequence[Saved]) -> list[tuple[Entry, int]]:
     """Return what is sent of the samples, each entry with its number of tokens."""
     entries: list[tuple[Entry, int]] = []
     for start in range(0, len(samples), _AT_ONCE):
-        some = samples[start : start + _AT_ONCE]
-        at = 0
-        for run in split_runs([sample for sample, _, _ in some], _RUN, is_reference):
-            entries += _entries(step, some[at : at + len(run)])
-            at += len(run)
+        for refers, some in groupby(samples[start : start + _AT_ONCE], lambda saved: is_reference(saved[0])):
+            entries += (_refer if refers else _read)(step, [*some])
         await asyncio.sleep(0)
     return entries
 
 
-def _entries(step: int, run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Iterator[tuple[Entry, int]]:
-    """Return the entries of a run of ``split_runs``: one, unless data sets or the places of recorded values differ."""
-    if not is_reference(run[0][0]):
-        row = make_row(step, *run[0])
-        yield row, count_tokens(row)
-        return
-    start = 0
-    for end in range(1, len(run) + 1):
-        if end == len(run) or not _continues(run[end - 1], run[end]):
-            part = run[start:end]
-            size = sum(1 + sample.prompt_length + sample.response_length for sample, _, _ in part)
-            yield (pack_run([sample for sample, _, _ in part]), _recorded(part), part[0][2]), size
-            start = end
+def _read(step: int, samples: Sequence[Saved]) -> Iterator[tuple[Entry, int]]:
+    """Return the rows of samples, divided so that several processes can have equal shares."""
+    sizes = [len(sample.tokens) for sample, _, _ in samples]
+    for part in divide(sizes, 1 + _PARTS * sum(sizes) // SHARE):
+        rows = JoinedRows.of(step, samples[part])
+        yield rows, rows.size
 
 
-def _continues(
-    one: tuple[Sample, RecordedTokens | None, str], other: tuple[Sample, RecordedTokens | None, str]
-) -> bool:
+def _refer(_: int, samples: Sequence[Saved]) -> Iterator[tuple[Entry, int]]:
+    """Return one entry for each run of ``split_runs``, more where data sets or the places of recorded values differ."""
+    at = 0
+    for run in split_runs([sample for sample, _, _ in samples], _RUN, is_reference):
+        some, start = samples[at : at + len(run)], 0
+        at += len(run)
+        for end in range(1, len(some) + 1):
+            if end == len(some) or not _continues(some[end - 1], some[end]):
+                part = some[start:end]
+                size = sum(1 + sample.prompt_length + sample.response_length for sample, _, _ in part)
+                yield (pack_run([sample for sample, _, _ in part]), _recorded(part), part[0][2]), size
+                start = end
+
+
+def _continues(one: Saved, other: Saved) -> bool:
     left, right = one[1], other[1]
     if one[2] != other[2] or type(left) is not type(right):
         return False
@@ -88,7 +88,7 @@ def _continues(
     return True
 
 
-def _recorded(run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Recorded | None:
+def _recorded(run: Sequence[Saved]) -> Recorded | None:
     first = run[0][1]
     if isinstance(first, RemoteTokens):
         return first.group.stored, first.position
@@ -97,14 +97,7 @@ def _recorded(run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Recor
 
 def _stored(entries: Sequence[Entry]) -> Stored | None:
     """Return one of the object references that the entries refer to; None if the driver has read all samples."""
-    return next((entry[0][0] for entry in entries if not isinstance(entry, Row)), None)
-
-
-def _join(entries: Sequence[Entry]) -> Iterator[Any]:
-    """Yield the entries of a message, with consecutive rows as ``JoinedRows``."""
-    for are_rows, group in groupby(entries, lambda entry: isinstance(entry, Row)):
-        some: list[Any] = [*group]
-        yield from [JoinedRows.of(some)] if are_rows else some
+    return next((entry[0][0] for entry in entries if not isinstance(entry, JoinedRows)), None)
 
 
 @contextmanager
@@ -154,8 +147,9 @@ class Writers:
         files, busy = part_files(part, len(shares)), readers[: len(shares)]
         with _name_failures():
             for reader, share, file in zip(busy, shares, files, strict=True):
-                reader.send((file, step, [*_join(share)], secrets(os.environ)))
-            del share
+                packed = [entry.pack() if isinstance(entry, JoinedRows) else entry for entry in share]
+                reader.send((file, step, packed, secrets(os.environ)))
+            del share, packed
             shares.clear()
             listed.clear()
             entries.clear()

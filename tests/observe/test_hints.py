@@ -21,6 +21,12 @@ def test_each_hint_speaks_once_per_metric_with_step_and_value():
     assert [str(h) for h in review(records, [hint])] == ["step 2: a/x is 2; do this"]
 
 
+def test_metrics_may_differ_between_steps():
+    hint = Hint("r", "a/*", above(1.0, 1), "{metric} is {value}", "do this")
+    records = [{"step": 0, "b/x": 9.0}, {"step": 1, "b/x": 9.0, "a/x": 2.0}, {"step": 2}, {"step": 3, "a/y": 3.0}]
+    assert [str(h) for h in review(records, [hint])] == ["step 1: a/x is 2; do this", "step 3: a/y is 3; do this"]
+
+
 def test_missing_metrics_give_no_hint():
     assert review([{"step": s, "something/else": 1e9} for s in range(30)], INSTALLED) == []
 

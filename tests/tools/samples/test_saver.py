@@ -4,18 +4,19 @@ import asyncio
 import gzip
 import json
 import os
+import pickle
 import signal
 
 import numpy as np
 import pytest
 
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.data.sample import Sample
+from miles_core.data.sample import Sample, Status
 from miles_core.errors import MilesError
 from miles_tools.samples import saver as module
 from miles_tools.samples import writers
 from miles_tools.samples.files import read_rollouts, rollout_files
-from miles_tools.samples.rows import JoinedRows, Pieces, Row, divide, make_row, to_json
+from miles_tools.samples.rows import JoinedRows, Pieces, Row, divide, pack_plain, to_json
 from miles_tools.samples.saver import SampleSaver
 
 PARTS = """
@@ -179,20 +180,46 @@ def test_large_steps_are_written_by_other_processes_with_the_same_contents(tmp_p
     ]
 
 
-def test_joined_rows_are_split_into_the_same_rows():
-    known = [(sample, trained if number else None) for number, (sample, trained, _) in enumerate(samples(3, 5))]
-    known[1][0].loss_mask = None
-    rows = [make_row(1, sample, trained, "set") for sample, trained in known]
-    for some in (rows, rows[:1]):
-        found = JoinedRows.of(some).split()
-        for one, other in zip(found, some, strict=True):
-            assert one.plain == {"": to_json(other.plain)} and one.response_length == other.response_length
-            assert [*one.columns] == [*other.columns]
-            for column, expected in zip(one.columns.values(), other.columns.values(), strict=True):
-                assert (column is None) == (expected is None)
+def test_joined_rows_are_split_into_rows():
+    saved = [(sample, trained if number else None, "set") for number, (sample, trained, _) in enumerate(samples(3, 5))]
+    saved[1][0].loss_mask = None
+    for rows in (JoinedRows.of(1, saved), JoinedRows.of(1, saved).pack(), JoinedRows.of(1, saved[:1])):
+        assert rows.size == 8 * len(rows)
+        for row, (sample, trained, _) in zip(rows.split(), saved, strict=False):
+            assert row.plain["index"] == sample.index and row.response_length == 5
+            columns = {
+                "tokens": (sample.tokens, np.int32),
+                "loss_mask": (sample.loss_mask, np.int8),
+                "rollout_log_probs": (sample.rollout_log_probs, np.float64),
+                "train_log_probs": (trained and trained.log_probs, np.float32),
+                "advantages": (trained and trained.advantages, np.float32),
+            }
+            assert [*row.columns] == [*columns]
+            for name, (expected, dtype) in columns.items():
+                column = row.columns[name]
+                assert (column is None) == (expected is None), name
                 if expected is not None:
-                    assert column.dtype == expected.dtype
+                    assert column.dtype == dtype
                     np.testing.assert_array_equal(column, expected)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), {3}, Status.FAILED, {"a": object()}, [10**30], {1: "\ud83d"}])
+def test_entries_reach_another_process_with_the_same_json_text(value):
+    class Own(str): ...
+
+    for entries in ({"metadata": value}, {"metadata": {Own("key"): [Own("value"), value]}}):
+        (received,) = pickle.loads(pack_plain([entries]))
+        assert received.get("") or to_json(received) == to_json(entries)
+        classes = {type(each) for each in walk(received)}
+        assert classes <= {dict, list, str, int, float, set}
+
+
+def walk(value):
+    yield value
+    for inner in (
+        value if isinstance(value, list | set) else [*value, *value.values()] if isinstance(value, dict) else ()
+    ):
+        yield from walk(inner)
 
 
 def test_a_writer_that_dies_stops_the_run_with_one_sentence(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def nothing_is_read(monkeypatch):
         raise AssertionError("the driver read samples")
 
     monkeypatch.setattr(remote_sample, "read_samples", read)
-    monkeypatch.setattr(writers, "make_row", read)
+    monkeypatch.setattr(writers.JoinedRows, "of", read)
 
 
 def save(directory, *steps, tokenizer=None, writers=8):
