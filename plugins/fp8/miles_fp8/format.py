@@ -219,8 +219,7 @@ class Fp8(Format):
         if runs_kernels(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
-            found = kernels.fake_quantize(convert_for_kernel(x.reshape(-1, columns)), self.power_of_two_scales)
-            return found.reshape(x.shape).to(x.dtype)
+            return kernels.fake_quantize(convert_for_kernel(x), self.power_of_two_scales).to(x.dtype)
         codes, scale = self.quantize_activation(x.reshape(-1, columns))
         blocks = torch.nn.functional.pad(codes.float(), (0, -columns % TILE)).view(*scale.shape, TILE)
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :columns].reshape(x.shape).to(x.dtype)
