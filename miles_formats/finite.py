@@ -28,7 +28,7 @@ class Finite:
 
     def __init__(self, all_stay: bool = False) -> None:
         self._all_stay = all_stay
-        self._waiting: list[dict[str, Tensor | None] | Sequence[Stack]] = []
+        self._waiting: list[Mapping[str, Tensor | None] | Sequence[Stack]] = []
         self._ends: list[Tensor] = []
         self._device: torch.device | None = None
 
@@ -50,7 +50,7 @@ class Finite:
 
     def add_shown(self, weights: Mapping[str, Tensor], shows: Tensor) -> None:
         """Add weights of one device whose memory stays valid, with all their smaller tensors in one."""
-        self._add(weights, shows, stay=True)
+        self._wait(weights, shows)
 
     def add_stacks(self, stacks: Sequence[Stack]) -> None:
         """Add stacks of one device, whose memory stays valid; their smaller tensors are checked together."""
@@ -65,7 +65,7 @@ class Finite:
         """Whether all weights are checked as soon as these are added."""
         return not shows.is_cuda or len(self._waiting) + 1 == TOGETHER
 
-    def _wait(self, weights: dict[str, Tensor | None] | Sequence[Stack], shows: Tensor) -> None:
+    def _wait(self, weights: Mapping[str, Tensor | None] | Sequence[Stack], shows: Tensor) -> None:
         if self._waiting and self._device != shows.device:
             self.look()
         due, self._device = self._is_due(shows), shows.device
@@ -83,17 +83,17 @@ class Finite:
         finite = torch.stack(ends).isfinite().tolist()
         for weights, low, high in zip(waiting, finite[::2], finite[1::2], strict=True):
             if not low or not high:
-                _refuse(weights if isinstance(weights, dict) else _unbind(weights))
+                _refuse(weights if isinstance(weights, Mapping) else _unbind(weights))
 
 
 def _unbind(stacks: Sequence[Stack]) -> dict[str, Tensor | None]:
     return {name: each for names, weights, _ in stacks for name, each in zip(names, weights.unbind(0), strict=True)}
 
 
-def _refuse(weights: dict[str, Tensor | None]) -> None:
+def _refuse(weights: Mapping[str, Tensor | None]) -> None:
     """Raise the error for weights of which at least one is not finite."""
     found = next(((n, w) for n, w in weights.items() if w is not None and not w.isfinite().all()), None)
-    first, last = next(iter(weights)), next(reversed(weights))
+    first, *_, last = *weights, *weights
     if found is not None:
         which, what = found[0], _bad(found[1])
     else:  # their memory is no longer valid

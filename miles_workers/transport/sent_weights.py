@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 from zlib import crc32
 
@@ -99,8 +99,7 @@ def _number(name: str) -> int:
     return crc32(name.encode())
 
 
-@dataclass(frozen=True)
-class _Again:
+class _Again(NamedTuple):
     """A unit of a repeated encoding, the trainer's weight, the dtype of its values, and whether they are computed from that weight instead of the
     codes."""
 
