@@ -12,6 +12,9 @@ from miles_core.errors import MilesError
 #: Number of weights that are checked together.
 TOGETHER = 64
 
+#: Names, weights [count, ...] and their smaller tensors, which are not finite if a weight is not.
+Stack = tuple[Sequence[str], Tensor, Tensor]
+
 
 class Finite:
     """Checks weights for NaN and Inf in batches.
@@ -25,7 +28,7 @@ class Finite:
 
     def __init__(self, all_stay: bool = False) -> None:
         self._all_stay = all_stay
-        self._waiting: list[dict[str, Tensor | None]] = []
+        self._waiting: list[Mapping[str, Tensor | None] | Sequence[Stack]] = []
         self._ends: list[Tensor] = []
         self._device: torch.device | None = None
 
@@ -47,21 +50,28 @@ class Finite:
 
     def add_shown(self, weights: Mapping[str, Tensor], shows: Tensor) -> None:
         """Add weights of one device whose memory stays valid, with all their smaller tensors in one."""
-        self._add(weights, shows, stay=True)
+        self._wait(weights, shows)
 
-    def add_stack(self, names: Sequence[str], weights: Tensor, shows: Tensor) -> None:
-        """Add weights [count, ...] whose memory stays valid; ``shows`` [count, ...] are their smaller tensors."""
-        self._add(dict(zip(names, weights.unbind(0), strict=True)), shows, stay=True)
+    def add_stacks(self, stacks: Sequence[Stack]) -> None:
+        """Add stacks of one device, whose memory stays valid; their smaller tensors are checked together."""
+        if stacks:
+            self._wait(stacks, torch.cat([shows.flatten() for _, _, shows in stacks]))
 
     def _add(self, weights: Mapping[str, Tensor], shows: Tensor, stay: bool) -> None:
+        known = stay or self._all_stay or self._is_due(shows)
+        self._wait({name: weight if known else None for name, weight in weights.items()}, shows)
+
+    def _is_due(self, shows: Tensor) -> bool:
+        """Whether all weights are checked as soon as these are added."""
+        return not shows.is_cuda or len(self._waiting) + 1 == TOGETHER
+
+    def _wait(self, weights: Mapping[str, Tensor | None] | Sequence[Stack], shows: Tensor) -> None:
         if self._waiting and self._device != shows.device:
             self.look()
-        self._device = shows.device
-        at_once = not shows.is_cuda or len(self._waiting) + 1 == TOGETHER
-        known = stay or at_once or self._all_stay
-        self._waiting.append({name: weight if known else None for name, weight in weights.items()})
+        due, self._device = self._is_due(shows), shows.device
+        self._waiting.append(weights)
         self._ends += torch.aminmax(shows)  # one pass without a mask in memory; NaN comes through
-        if at_once:
+        if due:
             self.look()
 
     def look(self) -> None:
@@ -73,13 +83,17 @@ class Finite:
         finite = torch.stack(ends).isfinite().tolist()
         for weights, low, high in zip(waiting, finite[::2], finite[1::2], strict=True):
             if not low or not high:
-                _refuse(weights)
+                _refuse(weights if isinstance(weights, Mapping) else _unbind(weights))
 
 
-def _refuse(weights: dict[str, Tensor | None]) -> None:
+def _unbind(stacks: Sequence[Stack]) -> dict[str, Tensor | None]:
+    return {name: each for names, weights, _ in stacks for name, each in zip(names, weights.unbind(0), strict=True)}
+
+
+def _refuse(weights: Mapping[str, Tensor | None]) -> None:
     """Raise the error for weights of which at least one is not finite."""
     found = next(((n, w) for n, w in weights.items() if w is not None and not w.isfinite().all()), None)
-    first, last = next(iter(weights)), next(reversed(weights))
+    first, *_, last = *weights, *weights
     if found is not None:
         which, what = found[0], _bad(found[1])
     else:  # their memory is no longer valid

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
@@ -14,13 +16,14 @@ from miles_core.precision.format import Parts
 from miles_core.precision.products import Products
 from miles_embedded.model.load_units import RepeatedUpdate, Update
 from miles_embedded.model.onednn import Packs
+from miles_embedded.model.parts import all_modules
 from miles_embedded.model.released import Released
-from miles_embedded.model.storage import codes_of, constant_tensors, is_constant, local_shard
+from miles_embedded.model.storage import codes_of, constant_tensors, is_constant
 from miles_embedded.model.views import Loader
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.repeated_codes import RepeatedCodes
 from miles_workers.transport.arrivals import Arrival, Arrivals
-from miles_workers.transport.sent_weights import Checksums
+from miles_workers.transport.sent_weights import Checksums, Kind, allocate_values
 
 #: Bytes of values that are decoded together for their checksums.
 _DECODED = 1 << 28
@@ -89,38 +92,41 @@ class Weights:
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Return the checksums of these tensors, see ``Engine.weight_checksums``."""
         self.check()
-        loader, sums = Loader(self.model), Checksums()
-        encoded: list[tuple[str, Parts, Tensor]] = []
+        loader, sums = self._loader(), Checksums()
+        encoded: list[tuple[str, Parts, Kind]] = []
         nbytes = 0
         for name in names:
             view, parameter = loader.locate(name)
-            shard = local_shard(parameter)
-            if shard.sharded or (is_constant(parameter) and codes_of(parameter) is not None):
+            if isinstance(parameter, DTensor) or (is_constant(parameter) and codes_of(parameter) is not None):
                 continue
             codes = self.inputs.find_codes(view.name)
             if codes is None:
-                sums.add(name, view.of(shard.tensor), stays=True)
+                sums.add(name, loader.slice(view), stays=True)
             else:
-                value = torch.empty(view.size, dtype=parameter.dtype, device=parameter.device)
-                encoded.append((name, codes, value))
-                nbytes += value.nbytes
+                encoded.append((name, codes, (view.size, parameter.dtype, parameter.device)))
+                nbytes += math.prod(view.size) * parameter.itemsize
             if nbytes >= _DECODED:
                 self._add_decoded(encoded, sums)
                 nbytes = 0
         self._add_decoded(encoded, sums)
         return sums.read()
 
-    def _add_decoded(self, encoded: list[tuple[str, Parts, Tensor]], sums: Checksums) -> None:
-        """Decode these tensors (name, codes, values) together, and add them."""
+    def _loader(self) -> Loader:
+        """Return the places of checkpoint tensors in the model: those of the last update if nothing moved."""
+        return self._last.loader if self._last is not None and self._last.is_current() else Loader(self.model)
+
+    def _add_decoded(self, encoded: list[tuple[str, Parts, Kind]], sums: Checksums) -> None:
+        """Decode these tensors (name, codes, kind of values) together, and add them."""
         if encoded:
-            self.inputs.format.dequantize_all([codes for _, codes, _ in encoded], [value for _, _, value in encoded])
-            for name, _, value in encoded:
+            values = allocate_values([kind for _, _, kind in encoded])
+            self.inputs.format.dequantize_all([codes for _, codes, _ in encoded], values)
+            for (name, _, _), value in zip(encoded, values, strict=True):
                 sums.add(name, value, stays=True)
             encoded.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the model's products read, including the codes of native products."""
-        for module in self.model.modules():
+        for module in all_modules(self.model):
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     codes = codes_of(tensor)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import CheckpointError
+from miles_embedded.model.parts import all_modules
 from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import Copy, Loader, View
 
@@ -81,7 +82,7 @@ class SharingLoader(Loader):
     def find_target(self, name: str) -> Tensor | None:
         """Return the part of the model's memory that a checkpoint tensor is loaded to; None if the model has codes instead."""
         view, home = self.locate(name)
-        return None if codes_of(home) is not None else self._target(view)
+        return None if codes_of(home) is not None else self.slice(view)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         home = self._sources[view.source]
@@ -225,7 +226,7 @@ class Update:
         decode = None
         if decode_all is not None and decoded:
             decode = partial(decode_all, [unit for unit, _ in decoded], [target for _, target in decoded])
-        return RepeatedUpdate(self._model, self.units, loader.launched, loader.copied, decode, codes)
+        return RepeatedUpdate(self._model, self.units, loader, decode, codes)
 
 
 class StoredCodes(Protocol):
@@ -245,37 +246,40 @@ class RepeatedUpdate:
     Args:
         model: the engine's module.
         units: the units of the update.
-        copies: what it copied.
-        nbytes: number of bytes that it copied.
+        loader: what loaded them.
         decode: decodes encoded units to tensors of the model.
         codes: the codes that it stored.
 
     Attributes:
         encoded: whether a unit has a number format.
+        nbytes: number of bytes that the update copied.
     """
 
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[Encoded],
-        copies: Sequence[Copies],
-        nbytes: int,
+        loader: SharingLoader,
         decode: Callable[[], None] | None = None,
         codes: StoredCodes | None = None,
     ) -> None:
-        self.units, self._copies, self.nbytes = units, copies, nbytes
+        self.units, self.loader, self.nbytes = units, loader, loader.copied
+        self._copies = loader.launched or []
         self._decode, self._codes = decode, codes
         self.encoded = any(unit.format for unit in units)
+        self._model, self._modules = model, all_modules(model)
         self._homes = [
             (module, name, tensor, tensor.data_ptr())
-            for module in model.modules()
+            for module in self._modules
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
 
     def is_current(self) -> bool:
-        """Whether the model's tensors are the same objects in the same memory as then."""
-        return (self._codes is None or self._codes.is_current()) and all(
+        """Whether the model's modules and tensors are the same objects in the same memory as then."""
+        if all_modules(self._model) != self._modules or (self._codes is not None and not self._codes.is_current()):
+            return False
+        return all(
             home.data_ptr() == place and (module._parameters.get(name) is home or module._buffers.get(name) is home)
             for module, name, home, place in self._homes
         )

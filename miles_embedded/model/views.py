@@ -268,10 +268,10 @@ class Loader:
         if isinstance(self._sources[view.source], DTensor):
             view.write_shard(self._shard(view.source), tensor)
         else:
-            copy(self._target(view), tensor)
+            copy(self.slice(view), tensor)
 
-    def _target(self, view: View) -> Tensor:
-        """Return the part of an unsharded module tensor that ``view`` refers to."""
+    def slice(self, view: View) -> Tensor:
+        """Return the part of an unsharded module tensor that ``view`` refers to, without gradient."""
         home = self._sources[view.source]
         place, known = home.data_ptr(), self._targets.get(view.source)
         if known is None or known[0] != place:

@@ -52,6 +52,7 @@ class NativeExperts:
         self._places = {view.name: self._place(view) for view in views}
         self._rows = {view.name: view.size[0] for view in views}
         self._rooms: dict[str, Parts] = {}
+        self._stored: dict[str, Parts] = {}
         self._missing = set(self._places)
 
     @property
@@ -101,11 +102,12 @@ class NativeExperts:
             weight, expert, row = self._places[name]
             _, n, k = self._shapes[weight]
             size = (self._rows[name], k)
-            room = self._rooms[name] = {}
+            parts = self._stored[name] = {}
             for stored in self.format.storage(size):
                 whole = self.codes[weight][stored.suffix]
                 first = row * whole.shape[1] // n
-                room[part_name(name, stored.suffix)] = whole[expert, first : first + stored.shape[0]]
+                parts[stored.suffix] = whole[expert, first : first + stored.shape[0]]
+            self._rooms[name] = {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
         return self._rooms[name]
 
     def restore(self) -> None:
@@ -127,7 +129,8 @@ class NativeExperts:
         """Return the codes of one checkpoint tensor as the format stores them; None until all codes arrived."""
         if not self.ready:
             return None
-        return {part.rpartition(".")[2]: tensor for part, tensor in self.reserve(name).items()}
+        self.reserve(name)
+        return self._stored[name]
 
     def drop(self) -> None:
         """Free the codes."""

@@ -32,7 +32,7 @@ from miles_core.precision.product import Product
 from miles_embedded.model.storage import codes_of, device_of_hosted, is_sharded
 from miles_embedded.model.views import Row, View, find_rows, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
-from miles_formats.finite import Finite
+from miles_formats.finite import Finite, Stack
 
 #: Elements of weights that are quantised together after an optimizer step; their codes are in memory at the same time.
 _TOGETHER = 1 << 29
@@ -83,6 +83,7 @@ class FakeQuantizer:
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
         self._rows_of: dict[_Group, tuple[Row, ...]] = {}
+        self._differentiable = _Differentiable()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -111,6 +112,7 @@ class FakeQuantizer:
         """Drop the quantised value of one parameter."""
         self._seen.pop(source, None)
         self._values.pop(source, None)
+        self._differentiable.pop(source, None)
         for unit in self._groups[source].units:
             self.inputs.drop(view.name for view in unit if view.source == source)
 
@@ -128,6 +130,24 @@ class FakeQuantizer:
             self._quantize([group, *(self._stale_with(group) if self.keeps else ())])
         return self._values[source]
 
+    def differentiable(self, source: str, parameter: Tensor) -> Tensor:
+        """Return ``value`` with the straight-through gradient of ``parameter``: the same tensor until the value changes, whose graph any number of
+        backward passes may use, because it saves nothing."""
+        value = self.value(source)
+        known = self._differentiable.get(source)
+        if known is None or known[0] is not parameter or known[1] is not value:
+            known = self._differentiable[source] = parameter, value, _StraightThrough.apply(parameter, value)
+        return known[2]
+
+    @cached_property
+    def _partial(self) -> set[str]:
+        """The parameters that are quantised in part only."""
+        sizes = Counter[str]()
+        for group in dict.fromkeys(self._groups.values()):
+            for view in chain.from_iterable(group.units):
+                sizes[view.source] += math.prod(view.size)
+        return {source for source, size in sizes.items() if size != self.parameter(source).numel()}
+
     def _rows(self, group: _Group) -> tuple[Row, ...]:
         """Return the tensors of a group in runs that one launch quantises; () if the format leaves one of them alone or refuses it, or if a native
         product needs their codes."""
@@ -143,7 +163,7 @@ class FakeQuantizer:
         return self._rows_of[group]
 
     def _state(self, group: _Group) -> tuple[tuple[int, ...], ...]:
-        return tuple(_state(self.parameter(s)) for s in group.sources)
+        return tuple([_state(self.parameter(s)) for s in group.sources])
 
     def _is_stale(self, group: _Group) -> bool:
         return self._seen.get(group.sources[0]) != self._state(group)
@@ -165,38 +185,31 @@ class FakeQuantizer:
         states = {s: state for group in groups for state in (self._state(group),) for s in group.sources}
         plain = {s: self.parameter(s).detach() for s in states}
         for source in states:  # their memory is free for the new ones
-            self._values.pop(source, None)
-            self._seen.pop(source, None)
+            for kept in (self._values, self._differentiable, self._seen):
+                kept.pop(source, None)
         values = {s: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for s, t in plain.items()}
-        inside = [unit for group in groups for unit in group.units]
-        filled = Counter[str]()
-        for view in chain.from_iterable(inside):
-            filled[view.source] += math.prod(view.size)
-        for source, value in values.items():
-            if filled[source] != value.numel():
-                value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
+        for source in self._partial & states.keys():
+            values[source].copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
+        stacks = {group: self._quantize_stacked(group, plain, values) for group in groups}
         finite = Finite(all_stay=True)
-        stacked = [group for group in groups if self._quantize_stacked(group, plain, values, finite)]
+        finite.add_stacks([*chain.from_iterable(stacks.values())])
         finite.look()
-        self._quantize_each([group for group in groups if group not in stacked], plain, values)
+        self._quantize_each([group for group in groups if not stacks[group]], plain, values)
         self._values.update(values)
         self._seen.update(states)
 
-    def _quantize_stacked(
-        self, group: _Group, plain: dict[str, Tensor], values: dict[str, Tensor], finite: Finite
-    ) -> bool:
-        """Quantise a group in a launch for equally spaced tensors, without keeping codes; returns whether the format does that."""
-        rows = self._rows(group)
-        for row in rows:
+    def _quantize_stacked(self, group: _Group, plain: dict[str, Tensor], values: dict[str, Tensor]) -> list[Stack]:
+        """Quantise a group in a launch for equally spaced tensors, without keeping codes; returns these tensors for ``Finite``, or [] if the format
+        does not do that."""
+        stacks = []
+        for row in self._rows(group):
             weights, out = (tensors[row.first.source] for tensors in (plain, values))
-            if weights.dtype != COPY:
-                return False
             weights = row.stack(weights)
-            shows = self.format.fake_quantize_stacked(weights, row.stack(out))
+            shows = self.format.fake_quantize_stacked(weights, row.stack(out)) if weights.dtype == COPY else None
             if shows is None:
-                return False
-            finite.add_stack(row.names, weights, shows)
-        return bool(rows)
+                return []
+            stacks.append((row.names, weights, shows))
+        return stacks
 
     def _quantize_each(self, groups: list[_Group], plain: dict[str, Tensor], values: dict[str, Tensor]) -> None:
         """Quantise groups tensor by tensor, and give native products their codes."""
@@ -222,6 +235,13 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
+class _Differentiable(dict[str, tuple[Tensor, Tensor, Tensor]]):
+    """Parameter, value and result of ``_StraightThrough`` by source. A copy is empty, because tensors of a graph cannot be copied."""
+
+    def __reduce__(self) -> tuple[type[_Differentiable], tuple[()]]:
+        return _Differentiable, ()
+
+
 class _Shadow:
     """Forward hooks of one module, which set an attribute that hides the parameter of the same name while the module runs.
 
@@ -236,9 +256,11 @@ class _Shadow:
         if not self.quantizer.enabled:
             return
         for attribute, source in self.sources.items():
-            parameter, value = module._parameters[attribute], self.quantizer.value(source)
+            parameter = module._parameters[attribute]
             if torch.is_grad_enabled() and parameter is not None and parameter.requires_grad:
-                value = _StraightThrough.apply(parameter, value)
+                value = self.quantizer.differentiable(source, parameter)
+            else:
+                value = self.quantizer.value(source)
             module.__dict__[attribute] = value
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:

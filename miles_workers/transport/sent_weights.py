@@ -14,9 +14,10 @@ that were encoded again from the trainer's memory: all of them once, later anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 from zlib import crc32
 
@@ -40,19 +41,24 @@ class Checksums:
     """Collects checksums of named tensors; those on a GPU are read in one go."""
 
     def __init__(self) -> None:
-        self._found: dict[str, int | Tensor] = {}
+        self._found: dict[str, int] = {}
+        self._launched: list[tuple[list[str], Tensor]] = []
         self._waiting: dict[str, Tensor] = {}
         self._nbytes = 0
 
     def add(self, name: str, tensor: Tensor, stays: bool = False) -> None:
         """Add a tensor. If it ``stays`` unchanged until ``launch``, it is summed together with others; otherwise its memory may change after
         this returns."""
-        if not stays or not runs_kernels(tensor.detach()):
-            self._found[name] = checksum_of(tensor)
+        if not stays or not runs_kernels(tensor):
+            found = checksum_of(tensor)
+            if isinstance(found, Tensor):
+                self._launched.append(([name], found))
+            else:
+                self._found[name] = found
             return
         if self._waiting and next(iter(self._waiting.values())).device != tensor.device:
             self.launch()
-        self._found[name], self._waiting[name] = 0, tensor
+        self._waiting[name] = tensor
         self._nbytes += tensor.nbytes
         if self._nbytes >= _TOGETHER:
             self.launch()
@@ -61,16 +67,30 @@ class Checksums:
         """Compute the checksums of all tensors added so far, whose memory may change afterwards."""
         waiting, self._waiting, self._nbytes = self._waiting, {}, 0
         if waiting:
-            self._found |= zip(waiting, checksums_of([*waiting.values()]).split(1), strict=True)
+            self._launched.append(([*waiting], checksums_of([*waiting.values()])))
 
     def read(self) -> dict[str, int]:
         """Return name -> checksum."""
         self.launch()
-        pending = {name: value for name, value in self._found.items() if isinstance(value, Tensor)}
-        if pending:
-            values = torch.cat(list(pending.values())).tolist()
-            self._found |= {name: value % (1 << 64) for name, value in zip(pending, values, strict=True)}
-        return {name: int(value) for name, value in self._found.items()}
+        launched, self._launched = self._launched, []
+        if launched:
+            names = [name for each, _ in launched for name in each]
+            sums = torch.cat([each for _, each in launched]).tolist()
+            self._found |= {name: value % (1 << 64) for name, value in zip(names, sums, strict=True)}
+        return dict(self._found)
+
+
+#: Shape, dtype and device of a tensor.
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+def allocate_values(kinds: Sequence[Kind]) -> list[Tensor]:
+    """Allocate a tensor of each kind; equal ones together, because an allocation takes longer than a view."""
+    alike = {
+        kind: iter(torch.empty((count, *kind[0]), dtype=kind[1], device=kind[2]).unbind(0))
+        for kind, count in Counter(kinds).items()
+    }
+    return [next(alike[kind]) for kind in kinds]
 
 
 @cache
@@ -79,12 +99,13 @@ def _number(name: str) -> int:
     return crc32(name.encode())
 
 
-@dataclass(frozen=True)
-class _Again:
-    """A unit of a repeated encoding, memory for its values, and whether they are computed from the trainer's weight instead of its codes."""
+class _Again(NamedTuple):
+    """A unit of a repeated encoding, the trainer's weight, the dtype of its values, and whether they are computed from that weight instead of the
+    codes."""
 
     unit: Encoded
-    value: Tensor
+    source: Tensor
+    dtype: torch.dtype
     checked: bool
 
 
@@ -165,9 +186,8 @@ class SentWeights:
         dtype, source = self._find_dtype(unit.name), unit.source
         if dtype is None or source is None:
             return
-        value = torch.empty(source.shape, dtype=dtype, device=source.device)
-        self._again.append(_Again(unit, value, checked))
-        self._again_nbytes += value.nbytes
+        self._again.append(_Again(unit, source, dtype, checked))
+        self._again_nbytes += source.numel() * dtype.itemsize
         if self._again_nbytes >= _TOGETHER:
             self._compute_again()
 
@@ -175,10 +195,9 @@ class SentWeights:
     def _compute_again(self) -> None:
         """Add the values of all waiting units of a repeated encoding, decoded together."""
         waiting, self._again, self._again_nbytes = self._again, [], 0
-        checked = (WeightUnit({each.unit.name: each.unit.source}, True) for each in waiting if each.checked)  # type: ignore[dict-item]
+        checked = (WeightUnit({each.unit.name: each.source}, True) for each in waiting if each.checked)
         fresh = {each.name: each for each in self._codec.encode(checked)}
-        self._codec.decode_all(
-            [fresh.get(each.unit.name, each.unit) for each in waiting], [each.value for each in waiting]
-        )
-        for each in waiting:
-            self._sums.add(each.unit.name, each.value, stays=True)
+        values = allocate_values([(each.source.shape, each.dtype, each.source.device) for each in waiting])
+        self._codec.decode_all([fresh.get(each.unit.name, each.unit) for each in waiting], values)
+        for each, value in zip(waiting, values, strict=True):
+            self._sums.add(each.unit.name, value, stays=True)

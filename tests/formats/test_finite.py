@@ -53,6 +53,15 @@ def test_those_of_another_gpu_are_looked_at_apart():
         finite.add("w1", second.as_subclass(OnAnother), stays=True)
 
 
+def test_stacks_are_looked_at_together_and_the_weight_is_named():
+    finite, stack = Finite(), weights(3)
+    last = torch.full((2, 2, 2), float("nan")).as_subclass(OnAGpu)
+    finite.add_stacks([])
+    finite.add_stacks([(["a", "b", "c"], stack, stack[:, :1]), (["d", "e"], last, last)])
+    with pytest.raises(MilesError, match="d holds 4 values"):
+        finite.look()
+
+
 def test_what_changes_is_looked_at_with_the_others_and_named():
     finite = Finite()
     one, two, three = weights(3, 1)

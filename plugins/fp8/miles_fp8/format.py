@@ -190,18 +190,23 @@ class Fp8(Format):
         """See ``Format.dequantize_all``; weights with ``outs`` of the same shape, strides and dtype share one kernel launch."""
         alike: dict[Any, list[int]] = {}
         for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
-            codes, scales = part[CODES], part[SCALES]
+            codes = part[CODES]
             aligned = codes.data_ptr() % ALIGNED == 0 == out.data_ptr() % ALIGNED
-            plain = codes.is_contiguous() and scales.is_contiguous() and out.stride(1) == 1 and out.dtype in READABLE
-            if runs_kernels(codes, KERNEL_CAPABILITY) and out.is_cuda and aligned and plain:
-                alike.setdefault((out.dtype, out.shape, out.stride(), out.device), []).append(i)
+            if aligned and codes.is_contiguous() and part[SCALES].is_contiguous():
+                alike.setdefault((*_layout(out), codes.device), []).append(i)
             else:
                 out.copy_(self.dequantize(part))
         for group in alike.values():
-            from miles_fp8 import kernels  # needs Triton
+            codes, out = parts[group[0]][CODES], outs[group[0]]
+            plain = out.stride(1) == 1 and out.dtype in READABLE
+            if plain and runs_kernels(codes, KERNEL_CAPABILITY) and out.is_cuda:
+                from miles_fp8 import kernels  # needs Triton
 
-            codes_of, scales_of = [parts[i][CODES] for i in group], [parts[i][SCALES] for i in group]
-            kernels.dequantize_alike(codes_of, scales_of, [outs[i] for i in group])
+                codes_of, scales_of = [parts[i][CODES] for i in group], [parts[i][SCALES] for i in group]
+                kernels.dequantize_alike(codes_of, scales_of, [outs[i] for i in group])
+            else:
+                for i in group:
+                    outs[i].copy_(self.dequantize(parts[i]))
 
     def fake_quantize_stacked(self, weights: Tensor, out: Tensor) -> Tensor | None:
         """See ``Format.fake_quantize_stacked``."""
@@ -219,8 +224,7 @@ class Fp8(Format):
         if runs_kernels(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
-            found = kernels.fake_quantize(convert_for_kernel(x.reshape(-1, columns)), self.power_of_two_scales)
-            return found.reshape(x.shape).to(x.dtype)
+            return kernels.fake_quantize(convert_for_kernel(x), self.power_of_two_scales).to(x.dtype)
         codes, scale = self.quantize_activation(x.reshape(-1, columns))
         blocks = torch.nn.functional.pad(codes.float(), (0, -columns % TILE)).view(*scale.shape, TILE)
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :columns].reshape(x.shape).to(x.dtype)

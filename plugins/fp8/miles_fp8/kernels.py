@@ -325,12 +325,12 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
-    """Quantise x [M, K], any strides, in blocks of 1 x 128 and dequantise it to x's dtype."""
-    rows, columns = x.shape
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    """Quantise x [..., K], any strides, in blocks of 1 x 128 and dequantise it to x's dtype."""
+    flat, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, columns = flat.shape
     grid = (-(-rows // ROWS), -(-columns // TILE))
     with torch.cuda.device(x.device):
-        _activation[grid](x, out, rows, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4)
+        _activation[grid](flat, out, rows, columns, *flat.stride(), power_of_two, ROWS, TILE, num_warps=4)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -54,7 +56,36 @@ def test_the_same_tensors_are_copied_again(sides):
     assert loaded == [0]
 
 
-@pytest.mark.parametrize("change", ["another object", "another order", "one more", "memory", "parameter", "sleep"])
+def move(model, change, name):
+    """Give a parameter other memory."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if change == "memory":
+        module._parameters[attribute].data = module._parameters[attribute].data.clone()
+    elif change == "parameter":
+        setattr(module, attribute, torch.nn.Parameter(module._parameters[attribute].detach().clone()))
+    else:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, copy.deepcopy(module))
+
+
+@pytest.mark.parametrize("change", ["none", "memory", "parameter", "module"])
+def test_checksums_are_those_of_what_the_model_computes_with(sides, change):
+    trainer, engine, _ = sides
+    engine.update(iter(plain(trainer)), 0)
+    names = [unit.name for unit in plain(trainer)]
+    before = engine.checksums(names)
+    name = next(name for name, _ in engine.model.named_parameters() if "layernorm" in name)
+    if change != "none":
+        move(engine.model, change, name)
+    assert engine.checksums(names) == before
+    with torch.no_grad():
+        engine.model.get_parameter(name)[3] += 1
+    after = engine.checksums(names)
+    assert {name for name in names if after[name] != before[name]} == {name}
+
+
+@pytest.mark.parametrize("change", ["another object", "another order", "one more", "memory", "parameter", "module", "sleep"])
 def test_anything_else_is_loaded(sides, change):
     trainer, engine, loaded = sides
     units = plain(trainer)
@@ -67,14 +98,11 @@ def test_anything_else_is_loaded(sides, change):
         units[2], units[4] = units[4], units[2]
     elif change == "one more":
         units.append(units[0])
-    elif change == "memory":
-        first.data = first.data.clone()
-    elif change == "parameter":
-        path, _, attribute = name.rpartition(".")
-        setattr(engine.model.get_submodule(path), attribute, torch.nn.Parameter(first.detach().clone()))
-    else:
+    elif change == "sleep":
         engine.release()
         engine.restore()
+    else:
+        move(engine.model, change, name)
     engine.update(iter(units), 1)
     assert loaded == [0, 1] and equal(trainer, engine)
 

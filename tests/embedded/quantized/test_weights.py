@@ -112,6 +112,28 @@ def test_the_backward_pass_is_straight_through(checkpoints):
         assert torch.equal(parameter.grad, expected[name].grad), name
 
 
+def test_several_backward_passes_use_the_graph_of_one_value(checkpoints):
+    model = load_model(checkpoints["llama"], "float32")
+    quantizer = install(model, FormatCodec(Rows()))
+    layer = model.model.layers[0].self_attn.q_proj
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
+    outputs = [run(model).sum(), run(model).sum()]
+    for output in outputs:
+        output.backward()
+    twice = layer.weight.grad.clone()
+    assert seen[0] is seen[1] and seen[0].grad_fn is not None
+    layer.weight.grad = None
+    run(model).sum().backward()
+    assert torch.allclose(layer.weight.grad * 2, twice)
+    layer.weight = torch.nn.Parameter(layer.weight.data)  # the same values in the same memory
+    run(model).sum().backward()
+    assert torch.allclose(layer.weight.grad * 2, twice)
+    quantizer.drop(quantizer.sources[0])
+    run(model)
+    assert seen[-1] is not seen[-2]
+
+
 def test_recomputed_activations_see_the_same_weights(checkpoints):
     gradients = []
     for recompute in (False, True):
