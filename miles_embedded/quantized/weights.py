@@ -201,7 +201,7 @@ class FakeQuantizer:
     def _quantize_stacked(self, group: _Group, plain: dict[str, Tensor], values: dict[str, Tensor]) -> list[Stack]:
         """Quantise a group in a launch for equally spaced tensors, without keeping codes; returns these tensors for ``Finite``, or [] if the format
         does not do that."""
-        stacks = []
+        stacks: list[Stack] = []
         for row in self._rows(group):
             weights, out = (tensors[row.first.source] for tensors in (plain, values))
             weights = row.stack(weights)
