@@ -113,6 +113,18 @@ def _scores(rows, key, scaling, cap, CAPPED: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
+def _store_split(  # type: ignore[no-untyped-def]
+    partial, sums, place, dim, highest, total, result, real, VALUE_DIM: tl.constexpr, DIRECT: tl.constexpr,
+):
+    if DIRECT:  # the only split: ``partial`` is the result
+        result = (result / total[:, None]).to(partial.dtype.element_ty)
+    else:
+        tl.store(sums + place * 2, highest, mask=real)
+        tl.store(sums + place * 2 + 1, total, mask=real)
+    tl.store(partial + place[:, None] * VALUE_DIM + dim, result, mask=real[:, None] & (dim < VALUE_DIM))
+
+
+@triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
     q, fed_keys, fed_values, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size, key_head, key_row, value_head, value_row,
@@ -160,12 +172,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
     place = query_head * tl.num_programs(2) + split
-    if DIRECT:  # the only split: ``partial`` is the result
-        result = (result / total[:, None]).to(partial.dtype.element_ty)
-    else:
-        tl.store(sums + place * 2, highest, mask=real)
-        tl.store(sums + place * 2 + 1, total, mask=real)
-    tl.store(partial + place[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
+    _store_split(partial, sums, place, value_dim, highest, total, result, real, VALUE_DIM, DIRECT)
 
 
 @triton.jit(do_not_specialize=["rows"])
