@@ -134,7 +134,7 @@ class NativeExperts:
 
     def drop(self) -> None:
         """Free the codes."""
-        self.codes, self._rooms, self._missing = {}, {}, set(self._places)
+        self.codes, self._rooms, self._stored, self._missing = {}, {}, {}, set(self._places)
 
     def _allocate(self, name: str) -> Parts:
         experts, n, k = self._shapes[name]

@@ -111,7 +111,7 @@ def pick_log_softmax(x: Tensor, tokens: Tensor, temperature: float | Tensor = 1.
     """
     divides = isinstance(temperature, Tensor) or temperature != 1.0
     if not isinstance(temperature, Tensor):
-        temperature = torch.full((1, 1), temperature, device=x.device)
+        temperature = torch.full((1, 1), temperature, dtype=torch.float32, device=x.device)
     out: Tensor = _Picked.apply(x, tokens, temperature, divides)
     return out
 

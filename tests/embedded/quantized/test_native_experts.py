@@ -1,5 +1,7 @@
 """Native products of several layers at once: layers that read one input, and experts. A double computes them on a CPU."""
 
+from weakref import ref
+
 import pytest
 import torch
 
@@ -159,5 +161,9 @@ def test_an_encoder_in_the_same_process_writes_the_codes_of_experts_in_place(che
         assert all(
             torch.equal(part.view(torch.uint8), expected[name][key].view(torch.uint8)) for key, part in parts.items()
         )
+    found = [ref(part) for name in experts.names for part in inputs.find_codes(name).values()]
+    assert all(each() is not None for each in found)
+    del encoded
     inputs.drop_all()
+    assert all(each() is None for each in found)  # the memory is free
     assert not inputs.reserve("model.norm.weight")
