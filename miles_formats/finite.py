@@ -93,10 +93,11 @@ def _unbind(stacks: Sequence[Stack]) -> dict[str, Tensor | None]:
 def _refuse(weights: Mapping[str, Tensor | None]) -> None:
     """Raise the error for weights of which at least one is not finite."""
     found = next(((n, w) for n, w in weights.items() if w is not None and not w.isfinite().all()), None)
-    first, *_, last = *weights, *weights
     if found is not None:
         which, what = found[0], _bad(found[1])
     else:  # their memory is no longer valid
+        names = [*weights]
+        first, last = names[0], names[-1]
         which = first if first == last else f"one of {len(weights)} weights from {first} to {last}"
         what = "values that are NaN or Inf"
     raise MilesError(

@@ -6,11 +6,15 @@ from miles_r3.config import R3Config
 
 __version__ = "0.1.0"
 
-#: Maximum number of experts whose indices, and -1, fit into int8.
-MOST_INT8 = 128
 #: Row t of a sample: the experts used when token t was the input, [MoE layers, top_k]. These rows are the largest
-#: part of a batch. int16 is sufficient for all models; ``hooks`` declares int8 for a model with at most ``MOST_INT8`` experts.
+#: part of a batch. int16 is sufficient for all models; ``hooks`` declares ``index_dtype``.
 ROUTES = Field("rollout_routed_experts", "int16", "token-1", pad=-1, shape=(None, None), required=True, label="routing")
+
+
+def index_dtype(experts: int) -> str:
+    """Return the smallest dtype that holds the indices of so many experts, and -1; 0 if their number is unknown."""
+    return "int8" if 0 < experts <= 128 else ROUTES.dtype
+
 
 _REPLAY = "replay the rollout's routing (--plugins r3)"
 

@@ -27,7 +27,7 @@ from miles_embedded import (
     routed_blocks,
     use_operations,
 )
-from miles_r3 import MOST_INT8, ROUTES
+from miles_r3 import ROUTES, index_dtype
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import (
     RULES,
@@ -267,5 +267,5 @@ def record(ctx: Context, position: int, count: int, index: Tensor, experts: int)
     layers[position] = index
     if len(layers) == count:
         whole = torch.stack([layers[i] for i in range(count)], 1)
-        ctx.extras[ROUTES.name] = whole.to(torch.int8 if experts <= MOST_INT8 else torch.int16)
+        ctx.extras[ROUTES.name] = whole.to(getattr(torch, index_dtype(experts)))
         del ctx.attached[LAYERS]

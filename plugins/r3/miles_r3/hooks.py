@@ -17,7 +17,7 @@ from miles_core.data import Batch, Sample
 from miles_core.plugin import DataError, PluginError, Policy, hookimpl
 from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
-from miles_r3 import MOST_INT8, ROUTES
+from miles_r3 import ROUTES, index_dtype
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, tap
 from miles_r3.spill import RouteBuffer
@@ -40,10 +40,8 @@ class R3:
     def on_start(self, run: Any) -> None:
         """Declare which routes of a continued response count, and the smallest dtype that holds the model's expert indices: their columns are
         written, cut and copied to the GPU."""
-        small = 0 < (run.plan.fact("model.num_experts", None) or 0) <= MOST_INT8
-        self.field = replace(
-            ROUTES, dtype="int8" if small else ROUTES.dtype, newest=self.options.recomputed == "newest"
-        )
+        dtype = index_dtype(run.plan.fact("model.num_experts", None) or 0)
+        self.field = replace(ROUTES, dtype=dtype, newest=self.options.recomputed == "newest")
         run.fields = tuple(self.field if spec == ROUTES else spec for spec in run.fields)
 
     @hookimpl
