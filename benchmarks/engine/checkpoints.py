@@ -44,6 +44,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 151936,
     },
+    # some layers of Qwen3-30B-A3B
+    "30b-layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "vocab_size": 8192,
+    },
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     "tiny_dense": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     # Qwen3-Next: full attention in every fourth layer, a gated delta net in the others
@@ -75,9 +87,9 @@ def make_model(kind: str, directory: Path) -> Path:
     if kind in ("dense", "8b", "8b-layers", "tiny_dense") or kind.startswith("qwen3-"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     elif kind in ("hybrid", "tiny_hybrid"):
-        config = transformers.Qwen3NextConfig(**common, **EXPERTS, **DELTA_NET, pad_token_id=0)
+        config = transformers.Qwen3NextConfig(**(EXPERTS | common), **DELTA_NET, pad_token_id=0)
     else:
-        config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)
+        config = transformers.Qwen3MoeConfig(**(EXPERTS | common), pad_token_id=0)
     return save_random(config, directory)
 
 

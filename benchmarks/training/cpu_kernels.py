@@ -36,6 +36,7 @@ from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.call import Call
 from miles_embedded.model.operations import TORCH
+from miles_embedded.model.sorted_choices import sort_choices
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import Packing, pack
 from miles_formats.native import compiler
@@ -102,14 +103,14 @@ def log_probs(rows: int) -> Case:
 def routing(rows: int) -> Case:
     """Sorting choices by expert; training does the same."""
     _, index = choices(rows)
-    places = [lambda: grouped.sort_choices(index, EXPERTS).place, lambda: kernels.sort_choices(index, EXPERTS).place]
+    places = [lambda: sort_choices(index, EXPERTS).place, lambda: kernels.sort_choices(index, EXPERTS).place]
     return Case(f"routing {rows} rows", *places)
 
 
 def gather_sum(rows: int) -> Case:
     """The weighted sum of each row's choices, as decoding takes it; the experts' backward pass is in ``expert_layer``."""
     weights, index = choices(rows)
-    found, x = grouped.sort_choices(index, EXPERTS), torch.randn(rows * CHOICES, HIDDEN)
+    found, x = sort_choices(index, EXPERTS), torch.randn(rows * CHOICES, HIDDEN)
     step = partial(kernels.gather_sum, x, found.place, weights)
     return Case(f"gather_sum {rows} rows", partial(grouped.combine, x, weights, found), step)
 

@@ -2,8 +2,9 @@
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
-width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``fp8`` and
-``fp8_emulated`` train a fake-quantised forward with the kernels. ``torch`` keeps
+width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``fp8``,
+``fp8_linear`` (linear layers only) and ``fp8_emulated`` train a fake-quantised forward with native or emulated products; ``fp8_dgrad`` also quantises
+the gradients of linear layers. ``torch`` keeps
 the kernels that merge attention to a shared prompt; ``flash2`` computes attention with FlashAttention-2, where ``kernels`` may use cuDNN. The
 last line is one JSON object.
 """
@@ -22,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.engine.checkpoints import EXPERTS, VOCABULARY, make_model
+from benchmarks.engine.checkpoints import make_model
 from benchmarks.engine.embedded_rollout import Result, breakdown
 from benchmarks.measure import finish, installed, options
 from miles_core.data import Sample, collate
@@ -39,12 +40,12 @@ from miles_testing.yardstick import weighted
 #: Dense BF16 operations per second by compute capability, from the data sheets (H100/H200, A100).
 PEAK = {(9, 0): 989e12, (8, 0): 312e12}
 PROMPT, RESPONSE, SAMPLES = 64, 256, 8
-SIDES = ("torch", "kernels", "flash2", "fp8", "fp8_emulated", "fp8_dgrad")
+SIDES = ("torch", "kernels", "flash2", "fp8", "fp8_emulated", "fp8_linear", "fp8_dgrad")
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--model", choices=["dense", "moe", "8b-layers", "tiny"], default="dense")
+    parser.add_argument("--model", choices=["dense", "moe", "8b-layers", "30b-layers", "tiny"], default="dense")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument(
@@ -110,7 +111,7 @@ def make_trainer(
 
         codec = FormatCodec(Fp8())
         product = Products("emulated" if side == "fp8_emulated" else "native").of(codec.format, model)
-        install(model, codec, product, rounds_gradients=side == "fp8_dgrad")
+        install(model, codec, product, rounds_gradients=side == "fp8_dgrad", native_experts=side == "fp8")
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
@@ -148,11 +149,11 @@ def operations(model: Any, groups: int, response: int = RESPONSE) -> float:
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name:
             continue
-        share = EXPERTS["num_experts_per_tok"] / EXPERTS["num_experts"] if parameter.dim() == 3 else 1
+        share = config.num_experts_per_tok / config.num_experts if parameter.dim() == 3 else 1
         used += int(parameter.numel() * share)
     trained = groups * SAMPLES * response
     tokens = groups * PROMPT + trained
-    heads = VOCABULARY * config.hidden_size
+    heads = config.vocab_size * config.hidden_size
     width = config.num_attention_heads * config.head_dim
     pairs = groups * (PROMPT**2 / 2 + SAMPLES * (response * PROMPT + response**2 / 2))
     return 6.0 * ((used - heads) * tokens + heads * trained) + 12.0 * config.num_hidden_layers * width * pairs

@@ -25,15 +25,14 @@ from transformers.integrations import moe
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.grouped_experts import (
     INPUT_ROUNDING,
-    SortedChoices,
     combine,
     dispatch,
     grouped_linear,
-    sort_choices,
     uses_grouped_product,
 )
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import decoder_layers, put_forward
+from miles_embedded.model.sorted_choices import SortedChoices, sort_choices
 
 #: Attribute of a module whose weights are divided among devices (``quantized.divided``); usually absent.
 DIVIDED = "divided_experts"

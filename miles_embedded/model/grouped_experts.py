@@ -11,17 +11,16 @@ starts, so that its few hundred rows stay in the processor's cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.onednn import available, matmul, pad_rows
+from miles_embedded.model.sorted_choices import SortedChoices, sort_choices
 
 #: (rows sorted by group [rows, in], matrices [groups, in, out], ``offs``: end of each group's rows) -> [rows, out].
 GroupedProduct = Callable[..., Tensor]
@@ -30,25 +29,6 @@ INPUT_ROUNDING = "input_rounding"
 
 #: Up to this many (row, expert) pairs, a CPU uses one grouped product for all experts if no gradient is needed.
 _FEW = 4096
-
-
-@dataclass
-class SortedChoices:
-    """The assignment of rows to experts, sorted by expert.
-
-    Attributes:
-        order: [rows * k] flat (row, choice) index of each sorted position.
-        place: [rows, k] sorted position of each choice.
-        row: [rows * k] row of each sorted position.
-        ends: [experts] int32, end of each expert's positions.
-        counts: positions per expert; None where a grouped product needs only ``ends``, which avoids synchronising with a GPU.
-    """
-
-    order: Tensor
-    place: Tensor
-    row: Tensor
-    ends: Tensor
-    counts: list[int] | None
 
 
 def swiglu_of_halves(x: Tensor) -> Tensor:
@@ -100,46 +80,6 @@ def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
     return _cpu_has_grouped() and x.device.type == "cpu" and _is_few(x, index, weight)
 
 
-def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
-    """Sort expert choices ``index`` [rows, k] by expert, stable in the row order. ``counted``: fill ``SortedChoices.counts``."""
-    if index.is_cuda and not counted and kernels_run(index.device):
-        from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places
-
-        if 0 < index.numel() <= MOST_CHOICES:
-            return SortedChoices(*sorted_places(index, experts), counts=None)
-    if index.device.type == "cpu":
-        return _sort_with_numpy(index, experts, counted)
-    flat = index.reshape(-1)
-    order = flat.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    # bincount would synchronise, to find the largest value
-    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return SortedChoices(
-        order,
-        place.view_as(index),
-        torch.div(order, index.shape[1], rounding_mode="floor"),
-        counts.cumsum(0, dtype=torch.int32),
-        counts.tolist() if counted else None,
-    )
-
-
-def _sort_with_numpy(index: Tensor, experts: int, counted: bool) -> SortedChoices:
-    """Sort on a CPU. NumPy sorts integers of 8 and 16 bits by radix, which takes a quarter of the time of torch's sort of 64 bits."""
-    flat = index.numpy().reshape(-1)
-    order = np.argsort(flat.astype(np.min_scalar_type(experts)), kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    counts = np.bincount(flat, minlength=experts)
-    return SortedChoices(
-        torch.from_numpy(order),
-        torch.from_numpy(place).view_as(index),
-        torch.from_numpy(order // index.shape[1]),
-        torch.from_numpy(counts.cumsum(dtype=np.int32)),
-        counts.tolist() if counted else None,
-    )
-
-
 def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
     """Gather rows in sorted order: [rows, hidden] -> [rows * k, hidden]."""
     if not torch.is_grad_enabled():
@@ -172,11 +112,22 @@ def grouped_linear(
     if choices.counts is not None:
         out = _GroupedProduct.apply(x, matrix, choices.counts)
     else:
-        out = (multiply or torch.nn.functional.grouped_mm)(x, matrix, offs=choices.ends)
+        out = (multiply or _multiply_groups)(x, matrix, offs=choices.ends)
     if bias is None:
         return out
     expert = torch.searchsorted(choices.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
     return out + bias.index_select(0, expert)
+
+
+def _multiply_groups(x: Tensor, matrix: Tensor, offs: Tensor) -> Tensor:
+    """Multiply all groups in one grouped product of torch, with a kernel for the gradients of the matrices where there is one."""
+    if torch.is_grad_enabled() and matrix.requires_grad and kernels_run(x.device):
+        from miles_embedded.kernels.weight_gradients import computes_gradients
+
+        if computes_gradients(x.device):
+            out: Tensor = _GroupedProductOnGpu.apply(x, matrix, offs)
+            return out
+    return torch.nn.functional.grouped_mm(x, matrix, offs=offs)
 
 
 def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
@@ -264,6 +215,25 @@ class _GroupedProduct(torch.autograd.Function):
                 else:
                     torch.mm(b.t(), a, out=out.t())
         return grad_x, grad_matrix, None
+
+
+class _GroupedProductOnGpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrix, ends)
+        return torch.nn.functional.grouped_mm(x, matrix, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from miles_embedded.kernels.weight_gradients import weight_gradients
+
+        (x, matrix, ends), grad, grad_x = ctx.saved_tensors, grads[0].contiguous(), None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.nn.functional.grouped_mm(grad, matrix.transpose(1, 2), offs=ends)
+        # in the parameter's layout
+        if matrix.is_contiguous():
+            return grad_x, weight_gradients(x, grad, ends), None
+        return grad_x, weight_gradients(grad, x, ends).transpose(1, 2), None
 
 
 class _Combine(torch.autograd.Function):

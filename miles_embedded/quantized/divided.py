@@ -23,14 +23,13 @@ from miles_core.errors import CheckpointError
 from miles_core.precision.format import Format
 from miles_embedded.model.experts import DIVIDED, is_standard
 from miles_embedded.model.grouped_experts import (
-    SortedChoices,
     combine,
     dispatch,
     gpu_has_grouped,
     grouped_linear,
-    sort_choices,
     swiglu_of_halves,
 )
+from miles_embedded.model.sorted_choices import SortedChoices, sort_choices
 from miles_embedded.model.storage import codes_of, put_codes
 from miles_embedded.model.views import View
 from miles_embedded.quantized.codes import EncodedParameter, encoded_parameter

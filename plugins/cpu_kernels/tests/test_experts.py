@@ -12,6 +12,7 @@ from miles_cpu_kernels.table import add_kernels
 from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.operations import TORCH, use_operations
+from miles_embedded.model.sorted_choices import sort_choices
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -59,7 +60,7 @@ def test_equal_to_the_grouped_experts(sizes):
     index, leaves = inputs(*sizes)
     hidden, weights, gate_up, down = (x.requires_grad_() for x in leaves)
     ours = experts.experts(hidden, index, weights, gate_up, down)
-    theirs = grouped._SwiGLUExperts.apply(hidden, weights, gate_up, down, grouped.sort_choices(index, COUNT))
+    theirs = grouped._SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, COUNT))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = randn(*ours.shape, seed=7)
     for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad), strict=True):

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 from miles_embedded.engine.sampling import Params, sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_batch import StaticBatch
-from miles_embedded.model.grouped_experts import sort_choices
+from miles_embedded.model.sorted_choices import sort_choices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter's bfloat16 is not that of a GPU.
@@ -156,6 +156,18 @@ def test_products_of_experts(triton, rows, k, experts):
     close(middle, (silu(gate) * up).to(DTYPES[0]), DTYPES[0])
     expected = torch.einsum("pi,pdi->pd", middle.double(), down[expert].double())
     close(product(middle, down, choices.ends), expected.to(DTYPES[0]), DTYPES[0])
+
+
+@pytest.mark.parametrize("counts", [(70, 0, 200, 1), (64, 128, 0, 0)])
+@pytest.mark.parametrize(("width", "depth"), [(200, 264), (128, 72)])
+def test_gradients_of_the_weights_of_experts(triton, counts, width, depth):
+    from miles_embedded.kernels.weight_gradients import weight_gradients
+
+    left, right = normal(sum(counts), width, dtype=DTYPES[0]), normal(sum(counts), depth, dtype=DTYPES[0], seed=1)
+    ends = torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    expected = [a.double().T @ b.double() for a, b in zip(left.split(counts), right.split(counts), strict=True)]
+    close(weight_gradients(left, right, ends), torch.stack(expected).to(DTYPES[0]), DTYPES[0])
+    assert not weight_gradients(left[:0], right[:0], 0 * ends).any()
 
 
 def test_two_parts_of_attention_are_merged_and_added(triton):
