@@ -24,7 +24,7 @@ LEFT, RIGHT, ROWS, WARPS, STAGES = 128, 256, 64, 8, 3
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     left_blocks, right_blocks, left, right, ends, out, width, depth,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
 ):
     beside, expert = tl.cdiv(depth, RIGHT), tl.program_id(1)
     at, to = tl.program_id(0) // beside * LEFT, tl.program_id(0) % beside * RIGHT
@@ -40,32 +40,37 @@ def _multiply(  # type: ignore[no-untyped-def]
         a = tl.load(left + row * width + column[None, :], mask=(row < last) & (column < width)[None, :], other=0.0)
         b = tl.load(right + row * depth + entry[None, :], mask=(row < last) & (entry < depth)[None, :], other=0.0)
         total = tl.dot(a.T, b, total)
-    matrix = out + expert.to(tl.int64) * width * depth
+    place = out + expert.to(tl.int64) * width * depth + column[:, None] * depth + entry[None, :]
     real = (column < width)[:, None] & (entry < depth)[None, :]
-    tl.store(matrix + column[:, None] * depth + entry[None, :], total, mask=real)
+    if ADD:
+        total += tl.load(place, mask=real, other=0.0)
+    tl.store(place, total, mask=real)
 
 # fmt: on
 
 
-def weight_gradients(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def weight_gradients(left: Tensor, right: Tensor, ends: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
     """Compute ``left[rows].T @ right[rows]`` for the rows of each expert.
 
     Args:
         left: [places, N] bfloat16, sorted by expert; N a multiple of 8.
         right: [places, K] likewise.
         ends: [experts] int32, end of each expert's places.
+        out: [experts, N, K] float32, contiguous; None allocates the result in bfloat16.
+        add: add to ``out`` instead of overwriting it.
 
     Returns:
-        [experts, N, K] bfloat16.
+        [experts, N, K].
     """
     left, right = left.contiguous(), right.contiguous()
     (places, width), depth, experts = left.shape, right.shape[1], len(ends)
+    if out is None:
+        out = left.new_empty(experts, width, depth)
     if not places:
-        return left.new_zeros(experts, width, depth)
-    out = left.new_empty(experts, width, depth)
+        return out if add else out.zero_()
     left_blocks = TensorDescriptor(left, [places, width], [width, 1], [ROWS, LEFT])
     right_blocks = TensorDescriptor(right, [places, depth], [depth, 1], [ROWS, RIGHT])
-    options = {"LEFT": LEFT, "RIGHT": RIGHT, "ROWS": ROWS, "num_warps": WARPS, "num_stages": STAGES}
+    options = {"ADD": add, "LEFT": LEFT, "RIGHT": RIGHT, "ROWS": ROWS, "num_warps": WARPS, "num_stages": STAGES}
     grid = cdiv(width, LEFT) * cdiv(depth, RIGHT), experts
     _multiply[grid](left_blocks, right_blocks, left, right, ends, out, width, depth, **options)
     return out

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from miles_embedded.kernels.available import kernels_run
+from miles_embedded.model.gradient_sum import GRADIENT_SUM
 from miles_embedded.model.onednn import available, matmul, pad_rows
 from miles_embedded.model.sorted_choices import SortedChoices, sort_choices
 
@@ -112,22 +113,26 @@ def grouped_linear(
     if choices.counts is not None:
         out = _GroupedProduct.apply(x, matrix, choices.counts)
     else:
-        out = (multiply or _multiply_groups)(x, matrix, offs=choices.ends)
+        out = (
+            _multiply_all(x, weight, choices.ends, transposed)
+            if multiply is None
+            else multiply(x, matrix, offs=choices.ends)
+        )
     if bias is None:
         return out
     expert = torch.searchsorted(choices.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
     return out + bias.index_select(0, expert)
 
 
-def _multiply_groups(x: Tensor, matrix: Tensor, offs: Tensor) -> Tensor:
-    """Multiply all groups in one grouped product of torch, with a kernel for the gradients of the matrices where there is one."""
-    if torch.is_grad_enabled() and matrix.requires_grad and kernels_run(x.device):
+def _multiply_all(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """Multiply the rows of all experts in one grouped product of torch, with a kernel for the gradients of ``weight`` where there is one."""
+    if torch.is_grad_enabled() and weight.requires_grad and kernels_run(x.device):
         from miles_embedded.kernels.weight_gradients import computes_gradients
 
         if computes_gradients(x.device):
-            out: Tensor = _GroupedProductOnGpu.apply(x, matrix, offs)
+            out: Tensor = _OneProduct.apply(x, weight, ends, transposed)
             return out
-    return torch.nn.functional.grouped_mm(x, matrix, offs=offs)
+    return torch.nn.functional.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=ends)
 
 
 def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
@@ -217,23 +222,28 @@ class _GroupedProduct(torch.autograd.Function):
         return grad_x, grad_matrix, None
 
 
-class _GroupedProductOnGpu(torch.autograd.Function):
+class _OneProduct(torch.autograd.Function):
+    """A grouped product of torch. The gradient of ``weight`` is added to its ``GradientSum`` if it has one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, matrix, ends)
-        return torch.nn.functional.grouped_mm(x, matrix, offs=ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.transposed, ctx.sum = transposed, getattr(weight, GRADIENT_SUM, None)
+        return torch.nn.functional.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from miles_embedded.kernels.weight_gradients import weight_gradients
 
-        (x, matrix, ends), grad, grad_x = ctx.saved_tensors, grads[0].contiguous(), None
+        (x, weight, ends), grad, grad_x = ctx.saved_tensors, grads[0].contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.nn.functional.grouped_mm(grad, matrix.transpose(1, 2), offs=ends)
-        # in the parameter's layout
-        if matrix.is_contiguous():
-            return grad_x, weight_gradients(x, grad, ends), None
-        return grad_x, weight_gradients(grad, x, ends).transpose(1, 2), None
+            matrix = weight.transpose(1, 2) if ctx.transposed else weight
+            grad_x = torch.nn.functional.grouped_mm(grad, matrix, offs=ends)
+        sides = (x, grad) if ctx.transposed else (grad, x)
+        if ctx.sum is None:
+            return grad_x, weight_gradients(*sides, ends), None, None
+        weight_gradients(*sides, ends, *ctx.sum.take(x.device))
+        return grad_x, None, None, None
 
 
 class _Combine(torch.autograd.Function):

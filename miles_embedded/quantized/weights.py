@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.precision.codec import COPY, Codec
 from miles_core.precision.product import Product
+from miles_embedded.model.gradient_sum import GRADIENT_SUM
 from miles_embedded.model.storage import codes_of, device_of_hosted, is_sharded
 from miles_embedded.model.views import Row, View, find_rows, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
@@ -134,9 +135,10 @@ class FakeQuantizer:
         """Return ``value`` with the straight-through gradient of ``parameter``: the same tensor until the value changes, whose graph any number of
         backward passes may use, because it saves nothing."""
         value = self.value(source)
-        known = self._differentiable.get(source)
+        known, sum = self._differentiable.get(source), getattr(parameter, GRADIENT_SUM, None)
         if known is None or known[0] is not parameter or known[1] is not value:
             known = self._differentiable[source] = parameter, value, _StraightThrough.apply(parameter, value)
+        setattr(known[2], GRADIENT_SUM, sum)  # where a kernel may add the gradient that would pass to the parameter
         return known[2]
 
     @cached_property
@@ -228,10 +230,11 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, quantized: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # None: a kernel added the gradient to its ``GradientSum``
         return quantized.view_as(quantized)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         return gradient, None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.gradient_sum import GRADIENT_SUM, GradientSum
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import LocalShard, copy_to_host, device_of_hosted, local_shard
 from miles_embedded.trainer.data_parallel import Alone
@@ -78,7 +79,8 @@ class Optimizer:
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
         """Return the tensor that the optimizer steps for a parameter: the parameter itself, its local shard, or an FP32 copy of the shard.
 
-        Gradients arrive at the parameter. If another tensor is returned, a hook adds them to its ``grad``, in its dtype, and drops them.
+        Gradients arrive at the parameter. If another tensor is returned, a hook adds them to its ``grad``, in its dtype, and drops them; kernels may
+        add to it themselves (``GradientSum``).
         """
         shard = local_shard(copy)
         if name not in self._separate and not shard.sharded:
@@ -91,7 +93,8 @@ class Optimizer:
 
         def collect(parameter: Tensor) -> None:
             grad, total = parameter.grad, master.grad
-            assert grad is not None
+            if grad is None:  # a kernel added it to the sum
+                return
             if shard.sharded:
                 grad = local_shard(grad).tensor
             if total is None:
@@ -101,6 +104,8 @@ class Optimizer:
             parameter.grad = None
 
         copy.register_post_accumulate_grad_hook(collect)
+        if not shard.sharded:
+            setattr(copy, GRADIENT_SUM, GradientSum(master))
         return master
 
     def configure(self, settings: Mapping[str, float]) -> None:

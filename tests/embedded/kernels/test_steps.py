@@ -167,6 +167,11 @@ def test_gradients_of_the_weights_of_experts(triton, counts, width, depth):
     ends = torch.tensor(counts).cumsum(0).int().to(DEVICE)
     expected = [a.double().T @ b.double() for a, b in zip(left.split(counts), right.split(counts), strict=True)]
     close(weight_gradients(left, right, ends), torch.stack(expected).to(DTYPES[0]), DTYPES[0])
+    total = torch.full((len(counts), width, depth), torch.nan, device=DEVICE)
+    for times in (1, 2):
+        assert weight_gradients(left, right, ends, total, add=times > 1) is total
+        wide = times * torch.stack(expected)
+        assert (total - wide).norm() < 1e-5 * wide.norm()
     assert not weight_gradients(left[:0], right[:0], 0 * ends).any()
 
 

@@ -6,11 +6,14 @@ import torch
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_core.precision.format import Format, Stored, store
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.attention import PromptCall
+from miles_embedded.model.gradient_sum import GRADIENT_SUM
 from miles_embedded.model.load import load_model
 from miles_embedded.model.parts import decoder_layers
 from miles_embedded.model.views import Loader, export
 from miles_embedded.quantized.weights import install
+from miles_embedded.trainer.optimizer import Optimizer
 from miles_formats.codec import FormatCodec
 from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
@@ -132,6 +135,30 @@ def test_several_backward_passes_use_the_graph_of_one_value(checkpoints):
     quantizer.drop(quantizer.sources[0])
     run(model)
     assert seen[-1] is not seen[-2]
+
+
+def test_kernels_add_the_gradient_of_a_value_to_the_sum_of_its_parameter(checkpoints):
+    model = load_model(checkpoints["qwen3"], "bfloat16")
+    quantizer = install(model, FormatCodec(Rows()))
+    source = next(s for s in quantizer.sources if "mlp" in s)
+    parameter = quantizer.parameter(source)
+    value = quantizer.differentiable(source, parameter)
+    assert getattr(value, GRADIENT_SUM, None) is None
+    optimizer = Optimizer(model, OptimizerConfig(lr=0.1))
+    value = quantizer.differentiable(source, parameter)
+    assert getattr(value, GRADIENT_SUM).master is optimizer.masters[source]
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.new_ones(())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    Summed.apply(value).backward()
+    assert parameter.grad is None and optimizer.masters[source].grad is None
 
 
 def test_recomputed_activations_see_the_same_weights(checkpoints):

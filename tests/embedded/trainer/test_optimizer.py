@@ -8,6 +8,7 @@ from torch import nn
 
 from miles_core.errors import MilesError
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.gradient_sum import GRADIENT_SUM
 from miles_embedded.trainer.optimizer import Optimizer
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
 
@@ -87,6 +88,45 @@ def test_small_gradients_of_a_bfloat16_copy_add_up():
         (net[2].weight * 2**-9).sum().backward()
     assert net[2].weight.grad is None
     torch.testing.assert_close(optimizer.masters["2.weight"].grad, torch.full((3, 5), 1.125))
+
+
+class Summed(torch.autograd.Function):
+    """Adds the gradient of the weight to its sum, as kernels do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.sum = getattr(weight, GRADIENT_SUM)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total, add = ctx.sum.take(grad.device)
+        mine = grad.float().t() @ ctx.saved_tensors[0].float()
+        total.copy_(total + mine if add else mine)
+        return None, None
+
+
+def test_gradients_that_kernels_and_autograd_add_have_one_sum():
+    net, expected = model(torch.bfloat16), 0.0
+    optimizer = Optimizer(net, OptimizerConfig(lr=0.1))
+    weight, x = net[2].weight, torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for kernel in (True, False, True, True):
+        (Summed.apply(x, weight) if kernel else x @ weight.t()).sum().backward()
+        ones = torch.ones(3, 7) @ x.float()
+        expected = expected + (ones if kernel else ones.bfloat16().float())
+        assert weight.grad is None
+        torch.testing.assert_close(optimizer.masters["2.weight"].grad, expected)
+    optimizer.zero_grad()
+    Summed.apply(x, weight).sum().backward()
+    torch.testing.assert_close(optimizer.masters["2.weight"].grad, ones)
+
+
+def test_only_parameters_with_a_separate_master_have_a_sum():
+    for dtype in (torch.float32, torch.bfloat16):
+        net = model(dtype)
+        Optimizer(net, OptimizerConfig(lr=0.1))
+        assert all(hasattr(p, GRADIENT_SUM) == (dtype == torch.bfloat16) for p in net.parameters())
 
 
 def test_a_fixed_rate_leaves_the_schedule_where_it_is():
