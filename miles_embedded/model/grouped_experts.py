@@ -239,10 +239,11 @@ class _OneProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             matrix = weight.transpose(1, 2) if ctx.transposed else weight
             grad_x = torch.nn.functional.grouped_mm(grad, matrix, offs=ends)
-        sides = (x, grad) if ctx.transposed else (grad, x)
+        left, right = (x, grad) if ctx.transposed else (grad, x)
         if ctx.sum is None:
-            return grad_x, weight_gradients(*sides, ends), None, None
-        weight_gradients(*sides, ends, *ctx.sum.take(x.device))
+            return grad_x, weight_gradients(left, right, ends), None, None
+        total, add = ctx.sum.take(x.device)
+        weight_gradients(left, right, ends, total, add)
         return grad_x, None, None, None
 
 
