@@ -112,12 +112,10 @@ def grouped_linear(
     matrix = weight if transposed else weight.transpose(1, 2)
     if choices.counts is not None:
         out = _GroupedProduct.apply(x, matrix, choices.counts)
+    elif multiply is not None:
+        out = multiply(x, matrix, offs=choices.ends)
     else:
-        out = (
-            _multiply_all(x, weight, choices.ends, transposed)
-            if multiply is None
-            else multiply(x, matrix, offs=choices.ends)
-        )
+        out = _multiply_all(x, weight, choices.ends, transposed)
     if bias is None:
         return out
     expert = torch.searchsorted(choices.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)

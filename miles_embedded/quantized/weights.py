@@ -135,10 +135,11 @@ class FakeQuantizer:
         """Return ``value`` with the straight-through gradient of ``parameter``: the same tensor until the value changes, whose graph any number of
         backward passes may use, because it saves nothing."""
         value = self.value(source)
-        known, sum = self._differentiable.get(source), getattr(parameter, GRADIENT_SUM, None)
+        known = self._differentiable.get(source)
         if known is None or known[0] is not parameter or known[1] is not value:
             known = self._differentiable[source] = parameter, value, _StraightThrough.apply(parameter, value)
-        setattr(known[2], GRADIENT_SUM, sum)  # where a kernel may add the gradient that would pass to the parameter
+        # where a kernel may add the gradient that would pass to the parameter
+        setattr(known[2], GRADIENT_SUM, getattr(parameter, GRADIENT_SUM, None))
         return known[2]
 
     @cached_property

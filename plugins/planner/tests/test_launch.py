@@ -123,7 +123,10 @@ def test_the_slurm_script_stops_the_driver_before_the_time_limit_and_returns_its
     script.terminate()
     _, said = script.communicate(timeout=30)
     assert (script.returncode, said) == (42, "")
-    assert record.read_text(encoding="utf-8").endswith("runs\nsaved\n") and not list(tmp_path.glob(".miles-*"))
+    lines = record.read_text(encoding="utf-8").splitlines()
+    # a machine that joins writes lines at any time
+    assert [line for line in lines if line in ("runs", "saved")] == ["runs", "saved"]
+    assert not list(tmp_path.glob(".miles-*"))
 
 
 def test_a_run_without_a_directory_gets_one_below_the_shared_one(launch):
