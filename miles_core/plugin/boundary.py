@@ -48,8 +48,8 @@ UNCHECKED = Boundary()
 
 
 def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
-    """Return the error for an invalid result."""
-    error = PluginError(f"plugin {plugin}, hook {hook}: {wrong}")
+    """Return the error for an invalid result; an empty ``plugin`` is core."""
+    error = PluginError(f"{f'plugin {plugin}, ' if plugin else ''}hook {hook}: {wrong}")
     error.plugin = plugin
     return error
 

@@ -108,9 +108,10 @@ class Hooks:
         """
         plugin, build = self.builder(kind, name)
         hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
-        with ErrorNote("" if plugin is CORE or plugin.standard else plugin.name, hook):
+        named = "" if plugin is CORE or plugin.standard else plugin.name
+        with ErrorNote(named, hook):
             made = build(**select_arguments(build, arguments))
-        guard = Guard(plugin.name, hook, boundary)
+        guard = Guard(named, hook, boundary)
         if boundary.part is not None:
             guard.accept(boundary.part(made, ()))
         # only functions are wrapped; objects have too many entry points

@@ -1,3 +1,4 @@
+import asyncio
 import sys
 
 import pytest
@@ -244,6 +245,17 @@ def test_a_part_that_fails_to_build_names_its_plugin(load, monkeypatch):
     with pytest.raises(ZeroDivisionError) as raised:
         hooks.make("engine", "mine", run=None)
     assert raised.value.__notes__ == ["in plugin a, hook make_engine (mine)"]
+
+
+def test_a_part_of_core_that_fails_when_it_is_called_blames_no_plugin(load, monkeypatch):
+    async def check(parts):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("miles_core.defaults.make_first_sync_check", lambda run: check)
+    guarded = load({"a": recording("a", [])}).make("check", "first_sync", run=None)
+    with pytest.raises(OSError, match="no memory") as raised:
+        asyncio.run(guarded(None))
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_everything_core_declares_exists():
