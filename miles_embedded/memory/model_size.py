@@ -49,7 +49,6 @@ class ModelSize:
         state: a layer that keeps a state between tokens, if there are any.
         state_layers: number of such layers.
         tower: the tower for images, which is not counted in ``parameters``, if there is one.
-        dispatched: width of the inputs of routed experts: the hidden states, or a latent (Nemotron 3).
     """
 
     layers: int
@@ -71,7 +70,6 @@ class ModelSize:
     state: StateSize | None = None
     state_layers: int = 0
     tower: TowerSize | None = None
-    dispatched: int = 0
 
     @property
     def experts(self) -> int:
@@ -163,7 +161,6 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         state=state_size(keys, hidden, heads) if stateful else None,
         state_layers=stateful,
         tower=tower_size(config),
-        dispatched=latent or hidden,
     )
 
 
