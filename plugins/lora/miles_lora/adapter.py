@@ -62,18 +62,39 @@ class Adapter(nn.Module):
         self.lora_A.copy_((torch.rand(self.lora_A.shape, generator=generator) * 2 - 1) * bound)
         self.lora_B.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``scale B (A x)`` [..., out] for the input x [..., in] of a linear layer; experts: x is their weight, and the result ``x + scale B A``."""
-        if self.experts:
+    def forward(self, base: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add the adapter to ``base``, which may be overwritten if it is the output of a layer.
+
+        Args:
+            base: output [..., out] of a linear layer, or the weight of joined experts.
+            x: input [..., in] of the linear layer; None for experts.
+
+        Returns:
+            ``base + scale B (A x)``, or ``base + scale B A``.
+        """
+        if x is None:
             left, right = split_experts(self.lora_A, self.lora_B, self.experts)
             if self.transposed:
                 left, right = right.transpose(1, 2), left.transpose(1, 2)
-            return torch.baddbmm(x, left, right, alpha=self.scale)
+            return torch.baddbmm(base, left, right, alpha=self.scale)
         ctx = active_context()
         if self.p and ctx is not None and ctx.kind == "train":
             x = dropout(x, self.p, training=True)
-        inner = linear(x, self.lora_A)  # scaled here: it has far fewer columns than the result
-        return linear(inner if self.scale == 1.0 else inner * self.scale, self.lora_B)
+        return _add_product(base, linear(x, self.lora_A), self.lora_B.t(), self.scale)
+
+
+def _add_product(base: Tensor, inner: Tensor, matrix: Tensor, scale: float) -> Tensor:
+    """Return ``base + scale inner matrix``, in the memory of ``base``: one kernel instead of two that read or write all of it.
+
+    With gradients only for [1, rows, out], the shape of packed rows, and not for a view: autograd copies the gradient of a tensor that was changed
+    through a view, and refuses a change of some.
+    """
+    if not torch.is_grad_enabled():
+        rows = base.flatten(0, -2)
+        return rows.addmm_(inner.flatten(0, -2), matrix, alpha=scale).view(base.shape)
+    if base.dim() == 3 and len(base) == 1 and not base._is_view():
+        return base.baddbmm_(inner, matrix.unsqueeze(0), alpha=scale)
+    return torch.add(base, inner @ matrix, alpha=scale)
 
 
 def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -140,13 +161,13 @@ def _attach_experts(target: Target, adapter: Adapter) -> None:
 
 
 def _add_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output + _adapter_of(layer, args[0])
+    return _add_adapter(layer, output, args[0])
 
 
-def _adapter_of(layer: nn.Module, x: Tensor) -> Tensor:
+def _add_adapter(layer: nn.Module, output: Tensor, x: Tensor) -> Tensor:
     adapter = layer._modules[CHILD]
     assert adapter is not None
-    found: Tensor = adapter(x)
+    found: Tensor = adapter(output, x)
     return found
 
 
@@ -178,4 +199,4 @@ class _RawInput:
 
     def add(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         x, self._kept.x = self._kept.x, None
-        return output + _adapter_of(layer, x)
+        return _add_adapter(layer, output, x)

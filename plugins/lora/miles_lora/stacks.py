@@ -55,13 +55,13 @@ class Stack(nn.Module):
         """Yield the tensors that a call reads."""
         yield from (self._a, self._b, self._scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``scale B (A x)`` [..., out] of each token's policy for the input x [..., in] of the layer."""
+    def forward(self, output: Tensor, x: Tensor) -> Tensor:
+        """Add ``scale B (A x)`` of each token's policy to the output [..., out] of the layer for the input x [..., in]."""
         ctx = active_context()
         assert ctx is not None
         tokens: TokenVariants = ctx.attached[VARIANTS]
         if tokens.only is not None:
-            found: Tensor = self.adapters[tokens.only](x)
+            found: Tensor = self.adapters[tokens.only](output, x)
             return found
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) != len(tokens.index):
@@ -70,7 +70,7 @@ class Stack(nn.Module):
                 "with --lora-separate-engines, or leave the layer out of --lora-target-modules"
             )
         inner = torch.bmm(tokens.split(rows), tokens.select(self._a).transpose(1, 2)).mul_(tokens.select(self._scale))
-        return tokens.join(torch.bmm(inner, tokens.select(self._b))).view(*x.shape[:-1], -1)
+        return output + tokens.join(torch.bmm(inner, tokens.select(self._b))).view(*x.shape[:-1], -1)
 
 
 class Stacks(VariantParts):

@@ -123,18 +123,20 @@ def test_a_stack_adds_the_adapter_of_each_token(monkeypatch):
     stack.put(0, adapter(4, 1.0, 7), 1)
     for variant, each in enumerate(adapters):
         stack.put(variant, each, 4)
-    index, x = torch.tensor([2, 0, 0, 1, 2, 0, 2]), torch.randn(1, 7, 5)
+    index, x, output = torch.tensor([2, 0, 0, 1, 2, 0, 2]), torch.randn(1, 7, 5), torch.randn(1, 7, 6)
     ctx = Context("rollout", (), torch.arange(7))
     monkeypatch.setattr(stacks, "active_context", lambda: ctx)
-    expected = torch.stack([adapters[v](row) for v, row in zip(index.tolist(), x[0], strict=True)])[None]
+    with torch.no_grad():
+        each = [adapters[v](output[:, i].clone(), x[:, i]) for i, v in enumerate(index.tolist())]
+    expected = torch.stack(each, 1)
     for static in (False, True):
         ctx.attached[VARIANTS] = TokenVariants(index, 4, static=static)
-        torch.testing.assert_close(stack(x), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(stack(output, x), expected, atol=1e-5, rtol=1e-5)
     ctx.attached[VARIANTS] = TokenVariants(index, 4, only=1)
-    assert torch.equal(stack(x), adapters[1](x))
+    assert torch.equal(stack(output.clone(), x), adapters[1](output.clone(), x))
     ctx.attached[VARIANTS] = TokenVariants(index, 4)
     with pytest.raises(MilesError, match=r"layer computes 5 rows for 7 tokens.*--lora-separate-engines"):
-        stack(x[:, :5])
+        stack(output[:, :5], x[:, :5])
     assert all(stack.holds(variant, each) for variant, each in enumerate(adapters))
     adapters[2].lora_B.data[0, 0] += 1
     assert not stack.holds(2, adapters[2])

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from miles_true_on_policy import products
 from miles_true_on_policy.elementwise import apply_aligned
-from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows, sum_rows
+from miles_true_on_policy.products import add_product, multiply, multiply_groups, multiply_rows, sum_rows
 
 #: Elementwise functions that torch computes in two ways; see ``elementwise``.
 ELEMENTWISE: tuple[Any, ...] = (
@@ -61,6 +61,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(PRODUCTS, multiply),
     functional.linear: multiply_rows,
 }
+REPLACED |= dict.fromkeys((torch.Tensor.addmm_, torch.Tensor.baddbmm_), add_product)
 if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
     REPLACED[torch._grouped_mm] = multiply_groups
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # of the embedded experts, on processors for which oneDNN is faster

@@ -86,6 +86,17 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
+def add_product(x: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> Tensor:
+    """Add alpha a b to x in place, as ``torch.Tensor.addmm_`` and ``torch.Tensor.baddbmm_`` do, with the same bits for one batch as without.
+
+    Args:
+        x: [..., rows, columns].
+        a: [..., rows, inner].
+        b: [inner, columns] or [batch, inner, columns].
+    """
+    return x.add_(multiply(a, b[0] if b.dim() == 3 and len(b) == 1 else b), alpha=alpha)
+
+
 def multiply_groups(x: Tensor, matrices: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
     """Multiply sorted rows by the matrix of their group, as ``torch.nn.functional.grouped_mm`` does.
 

@@ -64,6 +64,21 @@ def test_products(threads, dtype):
     assert torch.equal(grouped[3:40], multiply_groups(x[3:40], matrices[2:3], torch.tensor([37])))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_are_added_to_a_tensor(dtype):
+    """As adapters compute them: rows without gradient, and packed rows with one."""
+    generator = torch.Generator().manual_seed(1)
+    x, inner, matrix = (torch.randn(*s, generator=generator).to(dtype) for s in ((200, 80), (200, 16), (16, 80)))
+    with Invariant():
+        whole = x.clone().addmm_(inner, matrix, alpha=2.0)
+        for rows in (1, 7, 33):
+            part = inner[None, 4 : 4 + rows].requires_grad_()
+            packed = x[None, 4 : 4 + rows].clone()
+            assert torch.equal(packed.baddbmm_(part, matrix[None], alpha=2.0), whole[None, 4 : 4 + rows])
+            packed.sum().backward()
+    torch.testing.assert_close(whole, x + 2 * inner @ matrix)
+
+
 @pytest.mark.parametrize(("family", "logits"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32)])
 def test_routers(threads, family, logits, tmp_path):
     """A router's logits, in FP32 where the family computes them so, its choice and its weights are those of the row."""
