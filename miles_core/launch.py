@@ -40,6 +40,7 @@ from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, find_untrained, is_complete, record_ending
+from miles_core.run.executor import DaemonExecutor
 from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
@@ -124,14 +125,28 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
     """Run a coroutine to completion, in another thread if this thread already runs an event loop."""
+
+    executor = DaemonExecutor()
+
+    def run() -> list[PolicyParts]:
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop().set_default_executor(executor)
+                try:
+                    return runner.run(coroutine)
+                except KeyboardInterrupt:  # before the runner waits for the executor
+                    executor.give_up()
+                    raise
+        except KeyboardInterrupt:  # while it waits
+            executor.give_up()
+            raise
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, coroutine).result()
-    return asyncio.run(coroutine)
+        return run()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 class StopSignals:

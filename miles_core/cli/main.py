@@ -12,6 +12,7 @@ import errno
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 DEBUG = "MILES_DEBUG"
@@ -21,11 +22,27 @@ _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
+    interrupted = False
     try:
-        return _run(argv)
-    except KeyboardInterrupt:
+        status = _run(argv)
+    except BaseException as error:
+        interrupted = _is_interrupt(error)
+        if not interrupted:
+            raise
         print("interrupted", file=sys.stderr)
-        return 130
+        status = 130
+    if argv is None and threading.active_count() > 1:
+        from miles_core.run.exits import wait_for_threads
+
+        wait_for_threads(status, *((0.0,) if interrupted else ()))
+    return status
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused an error. Python 3.11 replaces it by a RuntimeError if it arrives in ``__set_name__``, as in imports."""
+    while isinstance(error, Exception):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,8 @@ from typing import Any
 
 #: Ends the process at once.
 leave = os._exit
+#: Seconds after which the threads are named that keep the process alive.
+PATIENCE = 5.0
 #: The functions that the other functions of these families call.
 _ENDING = ("_exit", "execv", "execve")
 
@@ -54,3 +58,30 @@ def locate_error(error: BaseException) -> str:
     """Return FILE:LINE of the place that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "place unknown"
+
+
+def wait_for_threads(status: int, patience: float = PATIENCE) -> None:
+    """Wait for threads that code of the run started and that are no daemons, as the interpreter does when it exits, but name those that do
+    not end within ``patience`` seconds. Ctrl-C then ends the process with ``status``."""
+    try:
+        end = time.monotonic() + patience
+        for thread in _unfinished():
+            thread.join(max(0.0, end - time.monotonic()))
+        if names := sorted(thread.name for thread in _unfinished()):
+            print(
+                f"the process waits for the end of the threads that code of the run started: {', '.join(names)}; Ctrl-C exits",
+                file=sys.stderr,
+            )
+            for thread in _unfinished():
+                thread.join()
+    except KeyboardInterrupt:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        leave(status)
+
+
+def _unfinished() -> list[threading.Thread]:
+    """Return the other threads that the interpreter waits for."""
+    own = threading.current_thread()
+    return [thread for thread in threading.enumerate() if thread is not own and not thread.daemon]
