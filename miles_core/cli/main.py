@@ -22,20 +22,18 @@ _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
-    interrupted = False
     try:
-        status = _run(argv)
+        return _run(argv)
     except BaseException as error:
-        interrupted = _is_interrupt(error)
-        if not interrupted:
+        if not _is_interrupt(error):
             raise
         print("interrupted", file=sys.stderr)
-        status = 130
-    if argv is None and threading.active_count() > 1:
-        from miles_core.run.exits import wait_for_threads
+        return 130
+    finally:
+        if argv is None and threading.active_count() > 1:
+            from miles_core.run.exits import name_last_threads
 
-        wait_for_threads(status, *((0.0,) if interrupted else ()))
-    return status
+            name_last_threads()
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

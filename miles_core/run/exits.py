@@ -60,28 +60,18 @@ def locate_error(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "place unknown"
 
 
-def wait_for_threads(status: int, patience: float = PATIENCE) -> None:
-    """Wait for threads that code of the run started and that are no daemons, as the interpreter does when it exits, but name those that do
-    not end within ``patience`` seconds. Ctrl-C then ends the process with ``status``."""
-    try:
-        end = time.monotonic() + patience
-        for thread in _unfinished():
-            thread.join(max(0.0, end - time.monotonic()))
-        if names := sorted(thread.name for thread in _unfinished()):
+def name_last_threads(patience: float = PATIENCE) -> None:
+    """Name the threads that keep the process alive, if it still lives ``patience`` seconds after its work. The interpreter waits for all
+    threads that are no daemons; those of an idle ``ThreadPoolExecutor`` end first."""
+
+    def name() -> None:
+        time.sleep(patience)
+        if names := sorted(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main):
             print(
-                f"the process waits for the end of the threads that code of the run started: {', '.join(names)}; Ctrl-C exits",
+                f"the process waits for threads that it started and that have not ended: {', '.join(names)}; Ctrl-C exits",
                 file=sys.stderr,
+                flush=True,
             )
-            for thread in _unfinished():
-                thread.join()
-    except KeyboardInterrupt:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        leave(status)
 
-
-def _unfinished() -> list[threading.Thread]:
-    """Return the other threads that the interpreter waits for."""
-    own = threading.current_thread()
-    return [thread for thread in threading.enumerate() if thread is not own and not thread.daemon]
+    main = threading.main_thread()
+    threading.Thread(target=name, name="last threads", daemon=True).start()

@@ -57,26 +57,22 @@ def test_a_reward_that_ends_the_process_does_not_end_as_success(tmp_path):
 
 
 LINGERS = """
-import os, signal, sys, threading, time
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from miles_core.run import exits
-signal.signal(signal.SIGINT, signal.default_int_handler)
+pool = ThreadPoolExecutor(1)
+pool.submit(print, "goes on", flush=True).result()
 threading.Thread(target=time.sleep, args=(float(sys.argv[1]),), name="upload").start()
-if len(sys.argv) > 2:
-    threading.Thread(target=lambda: (time.sleep(1.0), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
-exits.wait_for_threads(3, 0.2)
-print("goes on")
+exits.name_last_threads(0.3)
 """
 
 
-def test_a_thread_that_does_not_end_is_named_and_an_interrupt_exits():
-    words = [sys.executable, "-c", LINGERS, "600", "interrupt"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    line = "the process waits for the end of the threads that code of the run started: upload; Ctrl-C exits\n"
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", line)
-
-
-def test_a_thread_that_ends_is_not_named():
-    done = subprocess.run([sys.executable, "-c", LINGERS, "0.05"], capture_output=True, text=True, timeout=60)
+def test_a_thread_that_keeps_the_process_alive_is_named():
+    words = [sys.executable, "-c", LINGERS]
+    done = subprocess.run([*words, "2"], capture_output=True, text=True, timeout=60)
+    line = "the process waits for threads that it started and that have not ended: upload; Ctrl-C exits\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", line)
+    done = subprocess.run([*words, "0.01"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
 
