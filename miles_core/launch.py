@@ -104,6 +104,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         start = checkpoint_step(resume_from) if resume_from else None
         if resume_from and start is not None and is_complete(run, resume_from):
             run.step = start
+            _restore(previous)
             return Launched(run, [], _log_ending(run, "finished"))
         progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
         with _record_error(run, previous, start or 0):  # a sink that cannot be reached
@@ -250,6 +251,13 @@ def _write_start(run: Run) -> dict[Path, bytes]:
         ) from error
 
 
+def _restore(previous: Mapping[Path, bytes]) -> None:
+    """Write the saved options back: no step was trained with those that replaced them, which may not fit the checkpoint."""
+    with suppress(OSError):  # of a full disk, which the run's error reports
+        for file, content in previous.items():
+            file.write_bytes(content)
+
+
 @contextmanager
 def _record_error(run: Run, previous: Mapping[Path, bytes], step: int | None = None) -> Iterator[None]:
     """Log and record an error that ends the run; ``step`` is the number of steps if ``run`` has no count yet. ``SystemExit`` and
@@ -268,11 +276,10 @@ def _record_error(run: Run, previous: Mapping[Path, bytes], step: int | None = N
             error = caught
         run.step = run.step if step is None else step
         if not run.started:
-            with suppress(OSError):  # of a full disk, which the error reports
-                for file, content in previous.items():
-                    file.write_bytes(content)
+            _restore(previous)
         log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-        if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+        of_the_model = isinstance(error, _OF_THE_MODEL) and not isinstance(error.__cause__, OSError)  # of the disk
+        if not isinstance(error, MilesError) or of_the_model:
             run.hooks.name_suspects(error, _CHANGING)
         first, *rest = record_ending(run, f"ended by {type(error).__name__}: {error}").lines()
         for line in (first, *rest):
