@@ -40,6 +40,7 @@ from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, find_untrained, is_complete, record_ending
+from miles_core.run.executor import DaemonExecutor
 from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
@@ -103,6 +104,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         start = checkpoint_step(resume_from) if resume_from else None
         if resume_from and start is not None and is_complete(run, resume_from):
             run.step = start
+            _restore(previous)
             return Launched(run, [], _log_ending(run, "finished"))
         progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
         with _record_error(run, previous, start or 0):  # a sink that cannot be reached
@@ -124,14 +126,28 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
     """Run a coroutine to completion, in another thread if this thread already runs an event loop."""
+
+    executor = DaemonExecutor()
+
+    def run() -> list[PolicyParts]:
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop().set_default_executor(executor)
+                try:
+                    return runner.run(coroutine)
+                except KeyboardInterrupt:  # before the runner waits for the executor
+                    executor.give_up()
+                    raise
+        except KeyboardInterrupt:  # while it waits
+            executor.give_up()
+            raise
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, coroutine).result()
-    return asyncio.run(coroutine)
+        return run()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 class StopSignals:
@@ -235,6 +251,13 @@ def _write_start(run: Run) -> dict[Path, bytes]:
         ) from error
 
 
+def _restore(previous: Mapping[Path, bytes]) -> None:
+    """Write the saved options back: no step was trained with those that replaced them, which may not fit the checkpoint."""
+    with suppress(OSError):  # of a full disk, which the run's error reports
+        for file, content in previous.items():
+            file.write_bytes(content)
+
+
 @contextmanager
 def _record_error(run: Run, previous: Mapping[Path, bytes], step: int | None = None) -> Iterator[None]:
     """Log and record an error that ends the run; ``step`` is the number of steps if ``run`` has no count yet. ``SystemExit`` and
@@ -253,11 +276,10 @@ def _record_error(run: Run, previous: Mapping[Path, bytes], step: int | None = N
             error = caught
         run.step = run.step if step is None else step
         if not run.started:
-            with suppress(OSError):  # of a full disk, which the error reports
-                for file, content in previous.items():
-                    file.write_bytes(content)
+            _restore(previous)
         log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-        if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+        of_the_model = isinstance(error, _OF_THE_MODEL) and not isinstance(error.__cause__, OSError)  # of the disk
+        if not isinstance(error, MilesError) or of_the_model:
             run.hooks.name_suspects(error, _CHANGING)
         first, *rest = record_ending(run, f"ended by {type(error).__name__}: {error}").lines()
         for line in (first, *rest):

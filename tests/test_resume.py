@@ -216,3 +216,34 @@ def test_a_failure_while_the_run_continues_stops_it_and_leaves_the_earlier_check
     monkeypatch.undo()
     toy_run(directory=None, save=None, load=tmp_path / "run", steps=6)
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 6
+
+
+def test_options_that_no_step_used_do_not_replace_the_saved_ones(toy_run, tmp_path):
+    directory = tmp_path / "run"
+    toy_run(directory=directory, steps=2)
+    saved = [(directory / name).read_bytes() for name in ("config.yaml", "plan.json")]
+    again = toy_run(
+        directory=None, save=None, load=directory, steps=2, lr=1e-2, dtype="bfloat16"
+    )  # nothing is left to do
+    assert again.run.step == 2 and saved == [(directory / name).read_bytes() for name in ("config.yaml", "plan.json")]
+    toy_run(directory=None, save=None, load=directory, steps=3)
+
+
+def test_no_plugin_is_suspected_of_a_full_disk(toy_run, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from miles_core.plugin import Plugin, hookimpl\n"
+        "plugin = Plugin('mine', 'a hook of the model', '0.1', '~=0.1', hooks={'': 'Hooks'})\n"
+        "class Hooks:\n    @hookimpl\n    def on_model(self, model):\n        pass\n"
+    )
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "seal", fail)
+    with pytest.raises(CheckpointError, match="the disk is full") as caught:
+        toy_run(directory=tmp_path / "run", steps=1, plugins=[str(tmp_path / "mine.py")])
+    assert "mine" not in str(caught.value)
+    with pytest.raises(
+        CheckpointError, match=r"before its first checkpoint; start it again with --config .*run/config.yaml"
+    ):
+        toy_run(directory=None, save=None, load=tmp_path / "run", steps=1)

@@ -155,6 +155,11 @@ class Checkpoints:
         """
         steps = self.steps()
         chosen = steps[-1] if step is None and steps else step
+        if not steps and (self.directory.parent / "config.yaml").is_file():
+            raise CheckpointError(
+                f"{self.directory} is empty: the run ended before its first checkpoint; start it again with --config "
+                f"{self.directory.parent / 'config.yaml'} and another --save"
+            )
         if chosen is None or chosen not in steps:
             have = f"it has steps {', '.join(map(str, steps))}" if steps else "it has none"
             wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"

@@ -12,6 +12,7 @@ import errno
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 DEBUG = "MILES_DEBUG"
@@ -23,9 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
     try:
         return _run(argv)
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        if argv is None and threading.active_count() > 1:
+            from miles_core.run.exits import name_last_threads
+
+            name_last_threads()
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused an error. Python 3.11 replaces it by a RuntimeError if it arrives in ``__set_name__``, as in imports."""
+    while isinstance(error, Exception):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _run(argv: Sequence[str] | None) -> int:

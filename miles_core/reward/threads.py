@@ -41,12 +41,16 @@ class DaemonThreads:
             with suppress(RuntimeError):  # the loop is closed: the run has ended
                 loop.call_soon_threadsafe(_finish, future, result, error)
 
+        self.put(work)
+        return await future
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which raises no error, in a thread, and return at once."""
         self._calls.put(work)
         if not self._idle.acquire(blocking=False) and self._started < self.limit:
             self._started += 1
             name = f"{self._name}_{self._started}"
             threading.Thread(target=_serve, args=(self._calls, self._idle), name=name, daemon=True).start()
-        return await future
 
 
 def _serve(calls: SimpleQueue[Callable[[], None] | None], idle: threading.Semaphore) -> None:

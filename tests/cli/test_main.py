@@ -107,6 +107,18 @@ def test_an_interrupt_is_130(command, capsys):
     assert cli.main(["doctor"]) == 130
 
 
+def test_an_interrupt_that_python_wraps_is_130(command, capsys):
+    def wrapped():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:  # as Python 3.11 does in __set_name__
+            raise RuntimeError("Error calling __set_name__") from error
+
+    command(lambda _: wrapped())
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_an_interrupt_while_modules_are_imported_is_130():
     code = """
 import os, signal, sys

@@ -173,14 +173,18 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _preserve_handlers() -> Iterator[None]:
-    """Restore the signal handlers at exit, because Ray's SIGTERM handler aborts the process, and a run must end at a completed step."""
+    """Keep the signal handlers while Ray starts: a run must end at a completed step. Ray's handler of SIGTERM calls ``sys.exit``, whose
+    SystemExit the interrupted code may drop, and the signal with it."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    install = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
+        ray._private.utils.set_sigterm_handler = install
         for number, handler in kept.items():
             if handler is not None:  # None: the handler was not installed from Python
                 signal.signal(number, handler)

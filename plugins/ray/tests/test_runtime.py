@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 from typing import ClassVar
 
 import pytest
@@ -145,6 +147,24 @@ def test_signals_are_the_run_s_own_again_after_ray_has_started():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             raise RuntimeError
         assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_while_ray_starts_reaches_the_run():
+    """Otherwise Ray's handler raises SystemExit somewhere in ``ray.init``, and the run continues or ends with another status."""
+    import ray
+
+    from miles_ray.cluster import _preserve_handlers
+
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    install = ray._private.utils.set_sigterm_handler
+    try:
+        with _preserve_handlers():
+            ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(number))  # as ray.init does
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] and ray._private.utils.set_sigterm_handler is install
     finally:
         signal.signal(signal.SIGTERM, before)
 
