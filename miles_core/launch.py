@@ -127,20 +127,10 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
 def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
     """Run a coroutine to completion, in another thread if this thread already runs an event loop."""
 
-    executor = DaemonExecutor()
-
     def run() -> list[PolicyParts]:
-        try:
-            with asyncio.Runner() as runner:
-                runner.get_loop().set_default_executor(executor)
-                try:
-                    return runner.run(coroutine)
-                except KeyboardInterrupt:  # before the runner waits for the executor
-                    executor.give_up()
-                    raise
-        except KeyboardInterrupt:  # while it waits
-            executor.give_up()
-            raise
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(DaemonExecutor())
+            return runner.run(coroutine)
 
     try:
         asyncio.get_running_loop()

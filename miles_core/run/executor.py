@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,54 +27,38 @@ class DaemonExecutor(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__(limit := min(32, (os.cpu_count() or 1) + 4))
-        self._given_up = False
-        self._threads_of_calls = DaemonThreads(limit, "to_thread")
+        self._daemons = DaemonThreads(limit, "to_thread")
         self._running: dict[Future[Any], str] = {}
-        self._change = threading.Condition()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call ``fn`` in a thread."""
         future: Future[Any] = Future()
+        self._running[future] = _name(fn, args)
+        future.add_done_callback(self._running.pop)
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(fn(*args, **kwargs))
+                result = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
-            finally:
-                with self._change:
-                    del self._running[future]
-                    self._change.notify_all()
+            else:
+                future.set_result(result)
 
-        with self._change:
-            self._running[future] = _name(fn, args)
-        self._threads_of_calls.put(work)
+        self._daemons.put(work)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for calls in progress, at most ``PATIENCE`` seconds; log those that are dropped."""
-        for future in list(self._running):
-            future.cancel()  # has no effect on a call that has begun
-        with self._change:
-            returned = self._change.wait_for(lambda: self._given_up or not wait or not self._find_calls(), PATIENCE)
-            names = sorted(set(self._find_calls()))
-        if not returned:
+        """Cancel calls that have not begun and wait for the others, at most ``PATIENCE`` seconds; log those that are dropped."""
+        calls = [future for future in list(self._running) if not future.cancel()]
+        _, dropped = futures.wait(calls, PATIENCE if wait else 0)
+        if names := sorted({name for call in dropped if (name := self._running.get(call))}):
             log.warning(
                 "the run ends without waiting for %s, called in a thread, which did not return within %g s",
                 ", ".join(names),
                 PATIENCE,
             )
-
-    def give_up(self) -> None:
-        """Let ``shutdown`` wait no longer."""
-        with self._change:
-            self._given_up = True
-            self._change.notify_all()
-
-    def _find_calls(self) -> list[str]:
-        """Return the names of the calls in progress."""
-        return [name for future, name in self._running.items() if not future.cancelled()]
 
 
 def _name(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:

@@ -6,12 +6,10 @@ import asyncio
 import logging
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
-from miles_core.run import executor
 from miles_core.run.executor import DaemonExecutor
 from miles_testing.toy import toy_arguments
 
@@ -64,16 +62,3 @@ def test_the_end_waits_for_a_call_that_returns(caplog):
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert done and not caplog.records
-
-
-def test_a_second_interrupt_ends_the_wait(caplog, monkeypatch):
-    monkeypatch.setattr(executor, "PATIENCE", 60.0)
-    release = threading.Event()
-    calls = DaemonExecutor()
-    calls.submit(release.wait, 60)
-    end = threading.Thread(target=calls.shutdown)
-    end.start()
-    calls.give_up()
-    end.join(10)
-    assert not end.is_alive() and not caplog.records
-    release.set()
