@@ -123,7 +123,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         or _refuse_layers(model or {})
         or _refuse_time_steps(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
-        or _refuse_drafts(kind.value, model or {}, facts)
+        or _refuse_states(kind.value, model or {}, facts)
         or _refuse_unlimited(kind.value, facts)
         or _refuse_images(kind.value, facts)
     )
@@ -142,13 +142,17 @@ def _refuse_family(kind: Any) -> tuple[str, str] | None:
     return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
 
 
-def _refuse_drafts(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
-    """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
-    stateful = kind in STATEFUL or set(layer_kinds(model)) & STATE_KINDS
-    if not stateful or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
+def _refuse_states(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
+    """Return (description, reason) if layers of the model keep a state and a plugin of the run needs layers without one."""
+    if kind not in STATEFUL and not set(layer_kinds(model)) & STATE_KINDS:
         return None
-    why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
-    return f"a model of type {kind} with the plugin speculative", why
+    if facts.value("plugin.speculative") and facts.value("engine") == "embedded":
+        why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
+        return f"a model of type {kind} with the plugin speculative", why
+    if facts.value("plugin.true_on_policy"):
+        why = "the state of its layers is computed token by token in decoding and in chunks in training, in another order of additions; "
+        return f"a model of type {kind} with the plugin true_on_policy", f"{why}run it without the plugin"
+    return None
 
 
 def _refuse_unlimited(kind: Any, facts: Facts) -> tuple[str, str] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from miles_core.config.schema import Schema
-from miles_core.plugin.activate import BACKENDS, plugins_needed
+from miles_core.config.schema import CORE, Schema
+from miles_core.plugin.activate import BACKENDS, SELECTED, plugins_needed
+from miles_core.plugin.facts import Facts
 
 
 def backends_of(schema: Schema, plugin: str) -> dict[str, str]:
@@ -51,3 +52,24 @@ def choose_owner(
         return next(iter(named or free), "")
     features = [name for name in free if not backends_of(schema, name)]
     return features[0] if len(features) == 1 and not set(taken) & set(owners) else ""
+
+
+def find_enabled(schema: Schema, facts: Facts, active: Collection[str]) -> Iterator[str]:
+    """Yield the plugins that the options among ``facts`` enable when a configuration is loaded (``config.load``).
+
+    Args:
+        active: the plugins of the run.
+    """
+    chosen = {path for path, option in schema.options.items() if (fact := facts.get(option.fact)) and fact.chosen}
+    for path in chosen:
+        option, owners = schema.options[path], schema.flag_of(path).owners
+        value = facts[option.fact].value
+        providers = (
+            option.providers.get(value, ()) if isinstance(value, str) and option.info.part not in SELECTED else ()
+        )
+        if option.enables_with(value):
+            yield option.owner
+        elif option.info.enables or {CORE, *active} & {*owners}:
+            yield from () if {*providers} & {*active} or len(providers) != 1 else providers
+        elif owner := choose_owner(schema, owners, [option.flag], active, chosen):
+            yield owner

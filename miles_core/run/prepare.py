@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from miles_core.config import value
 from miles_core.config.effects import find_idle
+from miles_core.config.owners import find_enabled
 from miles_core.config.policies import CHECKPOINT, PREFIX
 from miles_core.config.rules import find_remarks, find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.mismatch.planned import describe_bounds
 from miles_core.plugin.activate import ENVIRONMENT, SIDES
+from miles_core.plugin.check import check
 from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
@@ -126,7 +128,7 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    plan = resolve(config.requested, catalogue, facts, lambda changed: find_violations(config, changed))
+    plan = resolve(config.requested, catalogue, facts, lambda changed: _judge_change(config, catalogue, changed))
     known = Facts(plan.facts)
     if violations := find_violations(config, known):
         raise ConfigError("; ".join(violations))
@@ -153,6 +155,16 @@ def _find_unused_variables(plan: Plan) -> Iterator[str]:
     for fact in plan.facts:
         if fact.name.startswith(ENVIRONMENT) and fact.chosen and fact.name not in used:
             yield f"{fact.origin}={fact.value}: no plugin of this run uses it with these options"
+
+
+def _judge_change(config: Config, catalogue: Catalogue, changed: Facts) -> Iterator[str]:
+    """Yield what prevents a run with these facts of a proposed change: violations, and problems of plugins that its options would enable again
+    or in addition (``--schedule offline`` enables ``offline``), which the change alone does not activate."""
+    yield from find_violations(config, changed)
+    active = [name for name in catalogue if changed.value(f"plugin.{name}")]
+    added = {name for name in find_enabled(config.schema, changed, active) if name in catalogue} - {*active}
+    if added:
+        yield from (problem.headline for problem in check([*active, *added], catalogue, changed).problems)
 
 
 def find_violations(config: Config, facts: Facts) -> list[str]:

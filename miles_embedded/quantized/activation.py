@@ -196,12 +196,15 @@ class RoundedInputs(Rounding):
             view, (rows, columns) = members[0], module.weight.shape
             whole = (view.size, view.stride) == ((rows, columns), module.weight.stride())
             own = type(module).forward is not nn.Linear.forward  # a plugin changed the class of the layer
-            if self.product is not None and whole and not own and self.product.takes((rows, columns)):
+            # that of a value head has a single column, and no format with blocks of several can store it
+            rounded = self.rounds_gradients and self.format.refuse((columns, rows)) is None
+            native = whole and not own and rounded == self.rounds_gradients
+            if self.product is not None and native and self.product.takes((rows, columns)):
                 self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
                 self._emulated[module] = None
                 self._handles.append(module.register_forward_pre_hook(self._enter))
-                if self.rounds_gradients and not own:
+                if rounded and not own:
                     self._rounding.append(EmulatedLinear(self, module))
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:

@@ -2,6 +2,8 @@
 
 gradient of the input:  dequantise(quantise(gradient of the output)) @ dequantise(quantise(weight))
 gradient of the weight: (gradient of the output)^T @ dequantise(quantise(input)), as without the option
+
+A gradient that the format cannot store, such as the single column of a value head in blocks of 32, is not rounded.
 """
 
 from __future__ import annotations

@@ -32,8 +32,12 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     precision = TrainedPrecision(run, policy, current_world().size)
     trains = policy.learns and steps_follow(config)
 
-    def build(role: str) -> nn.Module:
+    def build(role: str, checked: bool = False) -> nn.Module:
         model = build_model(run, policy if trains else host_policy(run, policy), role)
+        if (
+            checked
+        ):  # without a number format, whose rounding sends tokens to other experts in one of the compared forwards
+            self_check(model)
         precision.add(model)
         return model
 
@@ -44,11 +48,8 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
             raise PluginError(f"{run.hooks.describe_part('optimizer', name)}: it returned {describe(made)}{wrong}")
         return made
 
-    model = build("critic" if policy.role == "critic" else "train")
-    if config.model.self_check and (
-        run.config.run.engine != "embedded" or not policy.generates
-    ):  # else the engine is checked
-        self_check(model)
+    engine_is_checked = run.config.run.engine == "embedded" and policy.generates
+    model = build("critic" if policy.role == "critic" else "train", config.model.self_check and not engine_is_checked)
     device = next(model.parameters()).device
     if device.type == "cpu":
         warn_if_crowded()

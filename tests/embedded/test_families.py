@@ -175,13 +175,13 @@ def test_a_model_without_a_longest_sequence_needs_the_option():
         {"model_type": "lfm3_vl", "text_config": {"layer_types": ["conv", "full_attention"]}},
     ],
 )
-def test_drafts_for_layers_with_a_state_are_refused_in_the_plan(config):
-    facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
+@pytest.mark.parametrize(
+    ("plugin", "why"), [("speculative", "rejected drafts"), ("true_on_policy", "another order of additions")]
+)
+def test_plugins_that_layers_with_a_state_rule_out_are_refused_in_the_plan(config, plugin, why):
+    facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact(f"plugin.{plugin}", True, "")]
     (found,) = review(Facts(facts), config).problems
-    assert (
-        f"model of type {config['model_type']} with the plugin speculative" in found.headline
-        and "rejected drafts" in found.because
-    )
+    assert f"model of type {config['model_type']} with the plugin {plugin}" in found.headline and why in found.because
     assert not review(Facts(facts[:-1]), config).problems
 
 

@@ -49,3 +49,20 @@ def test_a_note_that_applies_to_some_policies_names_them(tmp_path):
     assert f"{said} (of proposer)" in plan(["fp8"], **options).advice
     (tmp_path / "two.yaml").write_text("policies: {solver: {}, proposer: {}}")
     assert said in plan(**options).advice
+
+
+@pytest.mark.parametrize(
+    ("plugins", "options", "refused", "proposed"),
+    [
+        # --moe-capacity-factor would enable the dropped plugin again
+        (["experts"], {"family": "llama", "moe_capacity_factor": 1.5}, "drop experts", "no small change"),
+        (["r3"], {"family": "llama"}, "drop experts", "drop r3 from --plugins"),
+        # the estimators sft and distillation enable plugins that need more than this run has; ppo needs no more
+        ([], {"advantage_estimator": "gmpo", "gamma": 0.9}, "estimator sft", "estimator ppo"),
+        ([], {"advantage_estimator": "gmpo", "gamma": 0.9}, "estimator distillation", "--gamma 1"),
+    ],
+)
+def test_no_fix_is_undone_by_plugins_that_options_enable(plugins, options, refused, proposed):
+    with pytest.raises(PlanError) as error:
+        plan(plugins, **options)
+    assert refused not in str(error.value) and proposed in str(error.value)

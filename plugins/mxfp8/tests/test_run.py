@@ -32,3 +32,11 @@ def test_a_model_that_does_not_fit_is_refused_by_name(toy_run):
         ConfigError, match=r"down_proj\.weight \[32, 16\] cannot be stored as mxfp8: .* of 32: 32, not 16"
     ):
         toy_run(**MXFP8)
+
+
+def test_the_gradient_of_a_value_head_is_narrower_than_a_block_and_stays_as_it_is(toy_run):
+    options = {"rollout_mxfp8": True, "train_mxfp8": True, "emulate_precision": True, "quantized_dgrad": True}
+    run = toy_run(
+        ["ppo"], family="qwen3", sizes={"intermediate_size": 64}, steps=1, advantage_estimator="ppo", **options
+    )
+    assert run.metrics[0]["critic/train/grad_norm"] > 0

@@ -98,3 +98,9 @@ def test_the_memory_of_the_plan_counts_the_critic(tmp_path):
     with pytest.raises(PlanError, match="GB on each GPU"):  # 32 GB of each trainer and the engine are more than 80 GB
         plan(["ppo"], facts=["gpu=H100"], **options)
     assert plan(["ppo"], facts=["gpu=H100"], critic_trunk="policy", **options)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit", "adamw-offload"])
+def test_the_critic_s_optimizer_brings_the_plugin_that_provides_it(optimizer):
+    assert "optimizers" in plan(["ppo"], **PPO, critic_optimizer=optimizer).order
+    assert "optimizers" not in plan(["ppo"], **PPO, critic_optimizer="adamw").order

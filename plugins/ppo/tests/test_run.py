@@ -206,3 +206,10 @@ def test_an_estimator_that_does_not_read_values_is_refused(tmp_path):
     (tmp_path / "mc.py").write_text(ESTIMATOR)
     with pytest.raises(ConfigError, match="--advantage-estimator blind: it does not declare the column 'values'"):
         toy_run(["ppo", str(tmp_path / "mc.py")], advantage_estimator="blind")
+
+
+def test_a_critic_with_experts_in_a_number_format_passes_the_self_check():
+    """The check compares it as it was loaded: a rounded input may choose other experts in either of the two forwards."""
+    options = {**OPTIONS, "rollout_precision": "nvfp4", "train_precision": "nvfp4", "emulate_precision": True}
+    run = toy_run(["ppo"], steps=1, self_check=True, sizes={"moe_intermediate_size": 32}, **options)
+    assert run.metrics[0]["critic/train/grad_norm"] > 0
