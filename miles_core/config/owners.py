@@ -64,12 +64,12 @@ def find_enabled(schema: Schema, facts: Facts, active: Collection[str]) -> Itera
     for path in chosen:
         option, owners = schema.options[path], schema.flag_of(path).owners
         value = facts[option.fact].value
-        providers = (
-            option.providers.get(value, ()) if isinstance(value, str) and option.info.part not in SELECTED else ()
-        )
+        is_part = isinstance(value, str) and option.info.part not in SELECTED
+        providers = option.providers.get(value, ()) if is_part else ()
         if option.enables_with(value):
             yield option.owner
         elif option.info.enables or {CORE, *active} & {*owners}:
-            yield from () if {*providers} & {*active} or len(providers) != 1 else providers
+            if len(providers) == 1 and providers[0] not in active:
+                yield providers[0]
         elif owner := choose_owner(schema, owners, [option.flag], active, chosen):
             yield owner

@@ -34,9 +34,7 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
 
     def build(role: str, checked: bool = False) -> nn.Module:
         model = build_model(run, policy if trains else host_policy(run, policy), role)
-        if (
-            checked
-        ):  # without a number format, whose rounding sends tokens to other experts in one of the compared forwards
+        if checked:  # before a number format, whose rounding may send tokens to other experts in one of the compared forward passes
             self_check(model)
         precision.add(model)
         return model
