@@ -12,7 +12,6 @@ import errno
 import gc
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 DEBUG = "MILES_DEBUG"
@@ -29,11 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("interrupted", file=sys.stderr)
         return 130
-    finally:
-        if argv is None and threading.active_count() > 1:
-            from miles_core.run.exits import name_last_threads
-
-            name_last_threads()
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +16,6 @@ from typing import Any
 
 #: Ends the process at once.
 leave = os._exit
-#: Seconds after which the threads are named that keep the process alive.
-PATIENCE = 5.0
 #: The functions that the other functions of these families call.
 _ENDING = ("_exit", "execv", "execve")
 
@@ -58,20 +54,3 @@ def locate_error(error: BaseException) -> str:
     """Return FILE:LINE of the place that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "place unknown"
-
-
-def name_last_threads(patience: float = PATIENCE) -> None:
-    """Name the threads that keep the process alive, if it still lives ``patience`` seconds after its work. The interpreter waits for all
-    threads that are no daemons; those of an idle ``ThreadPoolExecutor`` end first."""
-
-    def name() -> None:
-        time.sleep(patience)
-        if names := sorted(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main):
-            print(
-                f"the process waits for threads that it started and that have not ended: {', '.join(names)}; Ctrl-C exits",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    main = threading.main_thread()
-    threading.Thread(target=name, name="last threads", daemon=True).start()

@@ -56,26 +56,6 @@ def test_a_reward_that_ends_the_process_does_not_end_as_success(tmp_path):
     assert why in ending["why"] and (ending["step"], ending["of"]) == (1, 3)
 
 
-LINGERS = """
-import sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from miles_core.run import exits
-pool = ThreadPoolExecutor(1)
-pool.submit(print, "goes on", flush=True).result()
-threading.Thread(target=time.sleep, args=(float(sys.argv[1]),), name="upload").start()
-exits.name_last_threads(0.3)
-"""
-
-
-def test_a_thread_that_keeps_the_process_alive_is_named():
-    words = [sys.executable, "-c", LINGERS]
-    done = subprocess.run([*words, "2"], capture_output=True, text=True, timeout=60)
-    line = "the process waits for threads that it started and that have not ended: upload; Ctrl-C exits\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", line)
-    done = subprocess.run([*words, "0.01"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
-
-
 PLUGIN = """
 import sys
 from miles_core.plugin import hookimpl
