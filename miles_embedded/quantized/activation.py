@@ -196,7 +196,7 @@ class RoundedInputs(Rounding):
             view, (rows, columns) = members[0], module.weight.shape
             whole = (view.size, view.stride) == ((rows, columns), module.weight.stride())
             own = type(module).forward is not nn.Linear.forward  # a plugin changed the class of the layer
-            # that of a value head has a single column, and no format with blocks of several can store it
+            # the gradient of a value head has a single column, which no format with blocks of several can store
             rounded = self.rounds_gradients and self.format.refuse((columns, rows)) is None
             native = whole and not own and rounded == self.rounds_gradients
             if self.product is not None and native and self.product.takes((rows, columns)):

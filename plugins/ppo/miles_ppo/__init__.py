@@ -26,11 +26,6 @@ plugin = Plugin(
             "of a plugin that declares the column values",
         ),
         Rule(
-            "plugin.optimizers",
-            when="ppo.optimizer in {muon, adamw8bit, adamw-offload}",
-            because="it provides the critic's optimizer",
-        ),
-        Rule(
             "trainer == embedded",
             when="ppo.trunk == policy",
             because="the head reads the policy's last hidden states, which only the embedded trainer hands to a value head next to "

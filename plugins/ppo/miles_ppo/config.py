@@ -49,7 +49,8 @@ class PpoConfig:
         None,
         flag="--critic-optimizer",
         help="optimizer of the critic (default: --optimizer)",
-        metavar="NAME",
+        choices=("adamw", "adam", "*"),
+        part="optimizer",
         only_if="ppo.trunk == own",
     )
     weight_decay: float | None = option(
